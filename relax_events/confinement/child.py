@@ -27,6 +27,7 @@ from relax_events.confinement.frames import (
 from relax_events.confinement.prints import PrintBudget
 from relax_events.confinement.profiles import Confinement
 from relax_events.confinement.served import FAILURE
+from relax_events.errors import ConfigError
 
 EXIT_SECONDS = 1.0
 """For a child that closed its pipes to exit by itself, so that its own exit code is known."""
@@ -82,13 +83,24 @@ class ChildLost(Exception):
             case _:
                 return self.ending
 
+    def as_load_error(self, name: str, *, see: str) -> ConfigError:
+        """Return the error of a child that can't be loaded.
+
+        Args:
+            name: What runs in the child.
+            see: The keys of a run file that have to do with it.
+        """
+        if self.kind == "unloaded":  # it says itself why
+            return ConfigError(self.ending)
+        return ConfigError(f"{name} {self.describe('')}; see {see}")
+
 
 @dataclass(slots=True)
 class Reply:
     """The answer to a request; `child` identifies the process that gave it."""
 
     head: dict[str, Any]
-    content: bytes
+    contents: list[bytes]
     child: int
 
 
@@ -230,9 +242,7 @@ class Child:
         """Write as much as the pipe accepts; that a child died is seen when its answers end."""
         try:
             while self._outgoing:
-                self._drop_written(
-                    os.writev(self.stdin, list(islice(self._outgoing, MAX_BUFFERS)))
-                )
+                self._drop_written(os.writev(self.stdin, list(islice(self._outgoing, MAX_BUFFERS))))
         except BlockingIOError:
             return
         except BrokenPipeError:
@@ -269,7 +279,7 @@ class Child:
         return received
 
     def _match(self, frame: Frame) -> tuple[Request | None, Reply]:
-        reply = Reply(frame.head, frame.content, self.number)
+        reply = Reply(frame.head, frame.contents, self.number)
         if frame.number == 0:
             return None, reply
         request = self.requests.pop(frame.number, None)

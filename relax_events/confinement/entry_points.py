@@ -8,7 +8,6 @@ it (`relax doctor --attack`). The table in `docs/explanation/security.md` is mad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -222,7 +221,6 @@ BOUNDED_POINTS: tuple[BoundedPoint, ...] = (
     RUN_SETTINGS,
 )
 _BY_NAME = {point.name: point for point in ENTRY_POINTS}
-STRICTNESS = (Profile.PURE, Profile.NETWORK, Profile.PROGRAM, Profile.TRUSTED)
 
 
 def find_reward(function: str) -> EntryPoint:
@@ -236,8 +234,3 @@ def find_environment(function: str, *, has_sessions: bool) -> EntryPoint:
     """Return the entry point of an environment function or class."""
     users = USER_SESSIONS if has_sessions else USER_ENVIRONMENT
     return _BY_NAME.get(f"environment {function}", users)
-
-
-def choose_weakest(points: Iterable[EntryPoint]) -> EntryPoint:
-    """Return the entry point with the weakest walls, for functions that share a child."""
-    return max(points, key=lambda point: STRICTNESS.index(point.profile))

@@ -3,7 +3,7 @@
     4 bytes   length of the head
     8 bytes   length of the contents
     8 bytes   number of the request, which its answer repeats; 0 belongs to no request
-    head      JSON; `content_lengths` lists the lengths of the single contents, if there are any
+    head      JSON: a list of an object and of the lengths of the single contents
     contents  bytes
 
 Numbers are little-endian, and lengths checked against a bound before anything of that size is read.
@@ -16,19 +16,18 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import IO, Any
 
 import orjson
 
 PREFIX = struct.Struct("<IQQ")
-LENGTHS = "content_lengths"
-"""Key of the contents' lengths in a head."""
 READ_BYTES = 1 << 18
 Buffer = bytes | bytearray | memoryview
 
 
 class InvalidFrame(Exception):
-    """A frame is larger than its bound, or its head is not a JSON object with lengths."""
+    """A frame is larger than its bound, or its head is not an object with lengths."""
 
 
 @dataclass(slots=True)
@@ -37,7 +36,7 @@ class Frame:
 
     number: int
     head: dict[str, Any]
-    content: bytes
+    contents: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +67,7 @@ def encode_head(head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> byt
     Raises:
         TypeError: The head can't be written as JSON.
     """
-    if not contents:
-        return orjson.dumps(head)
-    return orjson.dumps({**head, LENGTHS: [memoryview(content).nbytes for content in contents]})
+    return orjson.dumps([head, [memoryview(content).nbytes for content in contents]])
 
 
 def build_frame(line: bytes, contents: Sequence[Buffer], number: int) -> list[Buffer]:
@@ -81,16 +78,17 @@ def build_frame(line: bytes, contents: Sequence[Buffer], number: int) -> list[Bu
     return [PREFIX.pack(len(line), num_content_bytes, number) + line, *contents]
 
 
-def decode_head(line: Buffer, num_content_bytes: int) -> dict[str, Any]:
-    """Return the head of a frame.
+def decode_frame(number: int, line: bytes, content: bytes) -> Frame:
+    """Return a frame of its parts.
 
     Raises:
-        InvalidFrame: It is no JSON object, or its lengths don't match the contents.
+        InvalidFrame: The head is no JSON object with lengths, or these don't match the contents.
     """
     try:
-        head = orjson.loads(line)
-        if isinstance(head, dict) and sum(head.get(LENGTHS, ())) == num_content_bytes:
-            return head
+        head, lengths = orjson.loads(line)
+        bounds = [0, *accumulate(lengths)]
+        if isinstance(head, dict) and bounds[-1] == len(content) and bounds == sorted(bounds):
+            return Frame(number, head, [content[start:end] for start, end in pairwise(bounds)])
     except (ValueError, TypeError):
         pass
     raise InvalidFrame("a head that is no JSON object with the lengths of its contents")
@@ -110,7 +108,7 @@ def read_frame(stream: IO[bytes], limits: FrameLimits) -> Frame | None:
     line, content = stream.read(num_head_bytes), stream.read(num_content_bytes)
     if len(line) < num_head_bytes or len(content) < num_content_bytes:
         return None
-    return Frame(number, decode_head(line, num_content_bytes), content)
+    return decode_frame(number, line, content)
 
 
 class FrameReader:
@@ -182,5 +180,5 @@ class FrameReader:
 def _decode_frame(frame: bytes | mmap.mmap) -> Frame:
     num_head_bytes, num_content_bytes, number = PREFIX.unpack_from(frame)
     start = PREFIX.size + num_head_bytes
-    head = decode_head(frame[PREFIX.size : start], num_content_bytes)
-    return Frame(number, head, frame[start : start + num_content_bytes])
+    end = start + num_content_bytes
+    return decode_frame(number, frame[PREFIX.size : start], frame[start:end])

@@ -51,8 +51,6 @@ class ChildSettings:
         size: Number of children.
         start_seconds: Deadline of loading.
         silent_seconds: A child that has work and says nothing for so long is lost.
-        max_in_flight: Requests that a child holds at a time. It may say another number, and that
-            it works on them at the same time, when it is loaded.
         fixed_facts: Keys of the first message that must be the same for all children, those that
             are started later too.
         confines_itself: Whether the child applies the confinement that its setup names, once it has
@@ -68,7 +66,6 @@ class ChildSettings:
     size: int = 1
     start_seconds: float = START_SECONDS
     silent_seconds: float | None = None
-    max_in_flight: int = 1
     fixed_facts: tuple[str, ...] = ()
     confines_itself: bool = False
     keeps_state: bool = False
@@ -392,7 +389,7 @@ class _PoolState:
         if child is None or child.ready is None or child.is_isolating:
             return
         window = share if child.is_concurrent else math.ceil(share / 4)
-        window = min(window, child.ready.get(MAX_IN_FLIGHT, self._settings.max_in_flight))
+        window = min(window, child.ready.get(MAX_IN_FLIGHT, 1))
         room = window - len(child.requests)
         is_half_full = not child.is_concurrent and len(child.requests) > window // 2
         if is_half_full and not waiting[0].is_alone:

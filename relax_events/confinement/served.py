@@ -6,11 +6,9 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import IO, Any
 
 from relax_events.confinement.frames import (
-    LENGTHS,
     Buffer,
     Frame,
     FrameLimits,
@@ -25,20 +23,11 @@ request repeated by the new child, unless it was the first of this one."""
 REPLACE, RETRY = "replace", "retry"
 LOAD_ERROR = "load_error"
 MAX_IN_FLIGHT, IS_CONCURRENT = "max_in_flight", "is_concurrent"
-"""Keys of the first message: how many requests the child holds at a time, and whether it works on
-them at the same time."""
+"""Keys of the first message: how many requests the child holds at a time, 1 if it does not say so,
+and whether it works on them at the same time."""
 FAILURE = "failure"
 MAX_FAILURE_CHARACTERS = 600
 Answer = tuple[Mapping[str, Any], Sequence[Buffer]]
-
-
-class Request(Frame):
-    """A request to this child."""
-
-    def split_contents(self) -> list[bytes]:
-        """Return the single contents."""
-        bounds = pairwise(accumulate(self.head.get(LENGTHS, ()), initial=0))
-        return [self.content[start:end] for start, end in bounds]
 
 
 class Served:
@@ -55,10 +44,10 @@ class Served:
         self._lock = threading.Lock()
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        first = self._read()
+        first = read_frame(self._requests, FrameLimits())
         if first is None:
             os._exit(0)  # the parent ended meanwhile
-        self.setup = {name: value for name, value in first.head.items() if name != LENGTHS}
+        self.setup = first.head
         memory_bytes = self.setup["memory_bytes"]
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
@@ -70,7 +59,7 @@ class Served:
         """Say why the child can't be loaded."""
         self.answer(0, {LOAD_ERROR: text})
 
-    def serve(self, handle: Callable[[Request], Answer]) -> None:
+    def serve(self, handle: Callable[[Frame], Answer]) -> None:
         """Answer one request after the other, until the parent closes the pipe.
 
         Raises:
@@ -87,9 +76,9 @@ class Served:
         """Say that the child is well, although it answers nothing."""
         self.answer(0, {})
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self) -> Iterator[Frame]:
         """Yield the requests, until the parent closes the pipe."""
-        while (request := self._read()) is not None:
+        while (request := read_frame(self._requests, FrameLimits())) is not None:
             yield request
 
     def answer(self, number: int, head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> None:
@@ -103,7 +92,3 @@ class Served:
         """Say that an unexpected error ends this child."""
         text = f"{type(error).__name__}: {error}"[:MAX_FAILURE_CHARACTERS]
         self.answer(number, {FAILURE: text})
-
-    def _read(self) -> Request | None:
-        frame = read_frame(self._requests, FrameLimits())
-        return None if frame is None else Request(frame.number, frame.head, frame.content)

@@ -13,7 +13,8 @@ from typing import Any
 
 import orjson
 
-from relax_events.confinement.served import Answer, Request, Served
+from relax_events.confinement.frames import Frame
+from relax_events.confinement.served import Answer, Served
 from relax_events.environments.reply_encoding import encode_reply
 from relax_events.errors import ConfigError, RelaxError
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin, select_named
@@ -64,14 +65,14 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 def _call_environment(
-    function: Callable[..., Any], request: Request, setup: Mapping[str, Any]
+    function: Callable[..., Any], request: Frame, setup: Mapping[str, Any]
 ) -> Answer:
     question = request.head
     offered = {
         "messages": question["messages"],
         "answer": question["answer"],
         "metadata": orjson.loads(question["metadata"]),
-        FILES: request.split_contents(),
+        FILES: request.contents,
     }
     fields = {name: offered[name] for name in select_named(function, offered)}
     try:

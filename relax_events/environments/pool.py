@@ -13,10 +13,9 @@ from typing import Any
 from relax_events.config import RunConfig
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
 from relax_events.confinement.entry_points import find_environment
-from relax_events.confinement.frames import LENGTHS
 from relax_events.data.conversations import PLACEHOLDERS
 from relax_events.engines.protocol import EnvironmentContext
-from relax_events.environments.reply_media import ProcessedReply, process_reply, split_contents
+from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.media.library import MediaLibrary
@@ -52,10 +51,7 @@ class EnvironmentPool:
         self._children = ChildPool(
             ChildSettings(
                 entry_point=find_environment(str(environment.function), has_sessions=False),
-                setup={
-                    **environment.model_dump(mode="json"),
-                    "max_item_bytes": config.model.media.max_item_bytes,
-                },
+                setup=build_setup(config),
                 size=environment.processes,
             )
         )
@@ -72,11 +68,8 @@ class EnvironmentPool:
             raise self._load_error(lost) from None
 
     def _load_error(self, lost: ChildLost) -> ConfigError:
-        if lost.kind == "unloaded":
-            return ConfigError(lost.ending)
-        return ConfigError(
-            f"environment {self._config.function} {lost.describe('')}; see environment.memory_bytes"
-        )
+        name = f"environment {self._config.function}"
+        return lost.as_load_error(name, see="environment.memory_bytes")
 
     def request_reply(
         self,
@@ -146,7 +139,7 @@ class EnvironmentPool:
             if reply.head["reply"] is None
             else process_reply(
                 reply.head["reply"],
-                split_contents(reply.content, reply.head.get(LENGTHS, ())),
+                reply.contents,
                 library=library,
                 where=where,
             )
@@ -163,6 +156,12 @@ class EnvironmentPool:
                 raise PoisonSample(f"{where}: the worker is closing") from None
             text = lost.describe("environment.timeout_seconds")
             raise PoisonSample(f"{where}: it {text}") from None
+
+
+def build_setup(config: RunConfig) -> dict[str, Any]:
+    """Return the first message to the children of an environment."""
+    media = {"max_item_bytes": config.model.media.max_item_bytes}
+    return config.environment.model_dump(mode="json") | media
 
 
 def describe_content(message: ChatMessage) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 from relax_events.data.conversations import insert_media, split_at_placeholders
@@ -52,8 +51,3 @@ def process_reply(
     references = [library.add(item) for item in ordered]
     media = tuple(library.load(reference) for reference in references)
     return ProcessedReply(insert_media(messages, references)[0], media)
-
-
-def split_contents(content: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """Split the bytes of a message into its files."""
-    return [content[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]

@@ -23,7 +23,8 @@ from typing import Any
 
 import orjson
 
-from relax_events.confinement.served import IS_CONCURRENT, MAX_IN_FLIGHT, Answer, Request, Served
+from relax_events.confinement.frames import Frame
+from relax_events.confinement.served import IS_CONCURRENT, MAX_IN_FLIGHT, Answer, Served
 from relax_events.environments.interfaces import load_adapter
 from relax_events.environments.interfaces.protocol import (
     DEADLINES,
@@ -106,7 +107,7 @@ class SessionServer:
         closing = [session.close() for session in self._sessions.values()]
         await asyncio.gather(*closing, return_exceptions=True)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: Frame) -> None:
         session, stage = request.head["session"], request.head["op"]
         if stage == "close" and session in self._running:
             self._running[session].cancel()  # the worker no longer waits for it
@@ -117,7 +118,7 @@ class SessionServer:
             task.add_done_callback(lambda _: self._running.pop(session, None))
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, request: Request) -> None:
+    async def _answer(self, request: Frame) -> None:
         try:
             head, contents = await self._within_deadline(request)
         except TimeoutError:
@@ -133,11 +134,11 @@ class SessionServer:
     def _limit(self, stage: str) -> str:
         return f"{self._seconds[stage]:g} s (environment.{DEADLINES[stage]})"
 
-    async def _within_deadline(self, request: Request) -> Answer:
+    async def _within_deadline(self, request: Frame) -> Answer:
         seconds = self._seconds[request.head["op"]] if self._adapter.is_concurrent else None
         return await asyncio.wait_for(self._call(request), seconds)
 
-    async def _call(self, request: Request) -> Answer:
+    async def _call(self, request: Frame) -> Answer:
         number, stage = request.head["session"], request.head["op"]
         if stage == "open":
             session = self._adapter.begin(_read_task(request))
@@ -178,14 +179,14 @@ async def _checked(work: Awaitable[Any], kind: type) -> Any:
     return result
 
 
-def _read_task(request: Request) -> Task:
+def _read_task(request: Frame) -> Task:
     return Task(
         sample_id=request.head["sample_id"],
         seed=request.head["seed"],
         messages=request.head["messages"],
         answer=request.head["answer"],
         metadata=orjson.loads(request.head["metadata"]),
-        files=request.split_contents(),
+        files=request.contents,
     )
 
 

@@ -30,13 +30,12 @@ from relax_events.confinement.entry_points import (
     EntryPoint,
     find_environment,
 )
-from relax_events.confinement.frames import LENGTHS
 from relax_events.confinement.profiles import list_ports
 from relax_events.confinement.served import IS_CONCURRENT
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.interfaces.protocol import DEADLINES
-from relax_events.environments.pool import describe_content
-from relax_events.environments.reply_media import ProcessedReply, process_reply, split_contents
+from relax_events.environments.pool import build_setup, describe_content
+from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, EpisodeFailed, PoisonSample
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
@@ -179,18 +178,18 @@ class SessionPool:
             "answer": task.answer,
             "metadata": task.metadata,
         }
-        response, content = await self._request(session, question, files)
-        replies = await self._process(session, response, content)
-        return ProcessedOpening(replies, response["replaces_prompt"], response["tools"])
+        reply = await self._request(session, question, files)
+        messages = await self._process(session, reply)
+        return ProcessedOpening(messages, reply.head["replaces_prompt"], reply.head["tools"])
 
     async def step_session(
         self, session: EnvironmentSession, completion: str
     ) -> ProcessedObservation:
         """Give a session a turn; errors as of `open_session`."""
         question = {"op": "step", "completion": completion}
-        response, content = await self._request(session, question)
-        replies = await self._process(session, response, content)
-        return ProcessedObservation(replies, response["is_over"], response["reward"])
+        reply = await self._request(session, question)
+        replies = await self._process(session, reply)
+        return ProcessedObservation(replies, reply.head["is_over"], reply.head["reward"])
 
     async def close_session(self, session: EnvironmentSession) -> None:
         """Close a session and free its slot; a failure is logged."""
@@ -211,7 +210,7 @@ class SessionPool:
         session: EnvironmentSession,
         question: Mapping[str, Any],
         files: Sequence[bytes] = (),
-    ) -> tuple[dict[str, Any], bytes]:
+    ) -> Reply:
         stage = question["op"]
         where = f"{self.name}, {stage}, sample {session.sample_id}"
         answer = self._children.call(
@@ -227,7 +226,8 @@ class SessionPool:
             session.is_lost = True
             raise self._episode_error(lost, where, stage) from None
         session.child = reply.child
-        return _read_answer(reply, where)
+        _check_answer(reply, where)
+        return reply
 
     def _seconds(self, stage: str) -> float:
         """Return the deadline of a request, after which its process is killed."""
@@ -235,11 +235,7 @@ class SessionPool:
         return seconds + (GRACE_SECONDS if self._is_concurrent else 0.0)
 
     def _load_error(self, lost: ChildLost) -> ConfigError:
-        if lost.kind == "unloaded":
-            return ConfigError(lost.ending)
-        return ConfigError(
-            f"{self.name}: its process {lost.describe('')}; see environment.memory_bytes"
-        )
+        return lost.as_load_error(f"{self.name}: its process", see="environment.memory_bytes")
 
     def _episode_error(self, lost: ChildLost, where: str, stage: str) -> EpisodeFailed:
         if not lost.was_loaded:
@@ -256,19 +252,18 @@ class SessionPool:
         )
 
     async def _process(
-        self, session: EnvironmentSession, response: Mapping[str, Any], content: bytes
+        self, session: EnvironmentSession, reply: Reply
     ) -> tuple[ProcessedReply, ...]:
-        if not response["replies"]:
+        if not reply.head["replies"]:
             return ()
-        contents = split_contents(content, response.get(LENGTHS, ()))
         where = f"{self.name}, sample {session.sample_id}"
 
         def process(library: MediaLibrary) -> tuple[ProcessedReply, ...]:
             processed, first = [], 0
-            for reply in response["replies"]:
-                end = first + len(reply["kinds"])
-                own = contents[first:end]
-                processed.append(process_reply(reply, own, library=library, where=where))
+            for message in reply.head["replies"]:
+                end = first + len(message["kinds"])
+                files = reply.contents[first:end]
+                processed.append(process_reply(message, files, library=library, where=where))
                 first = end
             return tuple(processed)
 
@@ -300,10 +295,7 @@ def _build_children(config: RunConfig) -> ChildPool:
     return ChildPool(
         ChildSettings(
             entry_point=entry_point,
-            setup={
-                **environment.model_dump(mode="json"),
-                "max_item_bytes": config.model.media.max_item_bytes,
-            },
+            setup=build_setup(config),
             size=environment.processes,
             silent_seconds=SILENT_SECONDS,
             keeps_state=True,
@@ -324,8 +316,8 @@ def choose_entry_point(environment: EnvironmentConfig) -> tuple[EntryPoint, list
     return find_environment(str(environment.function), has_sessions=True), []
 
 
-def _read_answer(reply: Reply, where: str) -> tuple[dict[str, Any], bytes]:
-    """Return the answer of a session.
+def _check_answer(reply: Reply, where: str) -> None:
+    """Refuse the answer of a session that is an error.
 
     Raises:
         EpisodeFailed: The environment failed or was late.
@@ -335,7 +327,6 @@ def _read_answer(reply: Reply, where: str) -> tuple[dict[str, Any], bytes]:
         raise EpisodeFailed(f"{where}: {reply.head['failed']}")
     if "invalid" in reply.head:
         raise PoisonSample(f"{where}: {reply.head['invalid']}")
-    return reply.head, reply.content
 
 
 def seed_of(sample_id: str) -> int:

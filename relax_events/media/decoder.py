@@ -5,10 +5,9 @@ never the worker.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from relax_events.config import MediaConfig
-from relax_events.confinement import ChildLost, ChildPool, ChildSettings
+from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
 from relax_events.confinement.entry_points import MEDIA_DECODER
 from relax_events.confinement.frames import FrameLimits
 from relax_events.errors import EnvironmentProblem, MediaError
@@ -58,8 +57,7 @@ class Decoder:
                 damaged, or decoding needs too much time or memory.
             EnvironmentProblem: A library is not installed.
         """
-        response, _ = self._request(data, modality, None, location)
-        return MediaFacts(**response["facts"])
+        return MediaFacts(**self._request(data, modality, None, location).head["facts"])
 
     def decode(self, data: bytes, modality: Modality, plan: DecodePlan, *, location: str) -> bytes:
         """Decode a file by a plan; errors as for `inspect`.
@@ -68,11 +66,11 @@ class Decoder:
             The bytes of the plan's array, followed by those of a video's audio if the plan includes
             it.
         """
-        return self._request(data, modality, plan, location)[1]
+        return b"".join(self._request(data, modality, plan, location).contents)
 
     def _request(
         self, data: bytes, modality: Modality, plan: DecodePlan | None, location: str
-    ) -> tuple[dict[str, Any], bytes]:
+    ) -> Reply:
         require_bytes(data, self._limits, location)
         request = {
             "modality": modality,
@@ -84,12 +82,11 @@ class Decoder:
             reply = self._children.call(request, [data], seconds=seconds).result()
         except ChildLost as lost:
             raise self._lost_error(lost, location) from None
-        head, content = reply.head, reply.content
-        if "error" in head:
-            raise MediaError(**head["error"])
-        if "problem" in head:
-            raise EnvironmentProblem(head["problem"]["text"])
-        return head, content
+        if "error" in reply.head:
+            raise MediaError(**reply.head["error"])
+        if "problem" in reply.head:
+            raise EnvironmentProblem(reply.head["problem"]["text"])
+        return reply
 
     def _lost_error(self, lost: ChildLost, location: str) -> MediaError:
         if lost.is_late:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.config import MediaConfig
-from relax_events.confinement.served import Answer, Request, Served
+from relax_events.confinement.frames import Frame
+from relax_events.confinement.served import Answer, Served
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.audio import decode_audio, decode_samples, inspect_audio
@@ -41,8 +42,8 @@ def main() -> int:
     return 0
 
 
-def _decode_request(request: Request, limits: MediaConfig) -> Answer:
-    question, data = request.head, request.content
+def _decode_request(request: Frame, limits: MediaConfig) -> Answer:
+    question, (data,) = request.head, request.contents
     modality, location = Modality(question["modality"]), question["location"]
     arrays: list[NDArray[Any]] = []
     try:

@@ -123,7 +123,7 @@ class ConfinedTemplate:
             raise TemplateError(f"it {lost.describe('')}") from None
         if "error" in reply.head:
             raise TemplateError(reply.head["error"])
-        return reply.content.decode("utf-8", "surrogatepass")
+        return reply.contents[0].decode("utf-8", "surrogatepass")
 
 
 def _to_json(

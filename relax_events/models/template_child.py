@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from relax_events.confinement.frames import LENGTHS
-from relax_events.confinement.served import Answer, Request, Served
+from relax_events.confinement.frames import Frame
+from relax_events.confinement.served import Answer, Served
 from relax_events.models.chat_template import TemplateProgram, compile_template
 
 MAX_ERROR_CHARACTERS = 600
@@ -20,10 +20,9 @@ def main() -> int:
     return 0
 
 
-def _render(template: TemplateProgram, request: Request) -> Answer:
-    variables = {name: value for name, value in request.head.items() if name != LENGTHS}
+def _render(template: TemplateProgram, request: Frame) -> Answer:
     try:
-        return {}, [template.render(variables).encode("utf-8", "surrogatepass")]
+        return {}, [template.render(request.head).encode("utf-8", "surrogatepass")]
     except MemoryError:
         return {"error": "it needs too much memory"}, ()
     except Exception as error:  # a template may raise any exception

@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from relax_events.confinement.frames import Frame
 from relax_events.confinement.profiles import Confinement
-from relax_events.confinement.served import Answer, Request, Served
+from relax_events.confinement.served import Answer, Served
 from relax_events.errors import RelaxError
 
 
@@ -23,7 +24,7 @@ def main() -> int:
     return 0
 
 
-def _convert(setup: dict[str, Any], request: Request) -> Answer:
+def _convert(setup: dict[str, Any], request: Frame) -> Answer:
     from dataclasses import asdict
 
     from relax_events.ops.model_convert import convert_to_folder, convert_to_megatron

@@ -9,7 +9,6 @@ from typing import Any
 from relax_events import errors
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Confinement, Profile
 from relax_events.confinement.entry_points import CHECKPOINT_CONVERTER
-from relax_events.confinement.frames import LENGTHS
 from relax_events.errors import ConfigError, EnvironmentProblem, RelaxError
 from relax_events.ops.model_export.new_folder import write_folder
 
@@ -77,7 +76,7 @@ def _convert_apart(
         children.close(exit_seconds=EXIT_SECONDS)
     if "error" in head:
         raise _find_error(head["kind"])(head["error"])
-    return {name: value for name, value in head.items() if name != LENGTHS}
+    return head
 
 
 def _find_error(name: str) -> type[RelaxError]:

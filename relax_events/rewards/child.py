@@ -19,13 +19,13 @@ from typing import Any
 
 import orjson
 
+from relax_events.confinement.frames import Frame
 from relax_events.confinement.served import (
     IS_CONCURRENT,
     MAX_IN_FLIGHT,
     RENEW,
     REPLACE,
     RETRY,
-    Request,
     Served,
 )
 from relax_events.errors import RelaxError
@@ -80,10 +80,10 @@ async def _serve_concurrently(caller: Caller, served: Served) -> None:
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     calls: set[asyncio.Task[None]] = set()
 
-    async def call(request: Request) -> None:
+    async def call(request: Frame) -> None:
         served.answer(request.number, await caller.respond_async(request.head))
 
-    def begin(request: Request) -> None:
+    def begin(request: Frame) -> None:
         calls.add(task := loop.create_task(call(request)))
         task.add_done_callback(calls.discard)
 

@@ -266,17 +266,13 @@ class RewardPool:
         return Score(given["reward"], given["components"], seconds, by_turn, by_token)
 
     def _load_error(self, lost: ChildLost) -> ConfigError:
-        if lost.kind == "unloaded":
-            return ConfigError(lost.ending)
         if lost.kind == "changed":
             return ConfigError(
                 f"reward function {self.name} changed during the run (version "
                 f"{self.digest[:12]}, now {lost.ending}); start the run again"
             )
-        return ConfigError(
-            f"reward function {self.name} {lost.describe('')}; see reward.function and "
-            "reward.memory_bytes"
-        )
+        name = f"reward function {self.name}"
+        return lost.as_load_error(name, see="reward.function and reward.memory_bytes")
 
 
 def build_settings(

@@ -34,7 +34,7 @@ def main() -> None:
         match request.head["do"]:
             case "echo":
                 said = {"said": request.head["text"], "pid": os.getpid()}
-                served.answer(request.number, said, request.split_contents())
+                served.answer(request.number, said, request.contents)
             case "hold" if Path(request.head["unless"]).exists():
                 served.answer(request.number, {"pid": os.getpid()})
             case "hold":

@@ -64,7 +64,7 @@ def test_child_answers_with_the_contents_that_it_got_however_large(pools: list[C
         .call({"do": "echo", "text": "hällo"}, contents, seconds=LONG_SECONDS)
         .result()
     )
-    assert (reply.head["said"], reply.content) == ("hällo", b"".join(contents))
+    assert (reply.head["said"], reply.contents) == ("hällo", contents)
 
 
 def test_late_request_costs_itself_and_those_behind_it_are_repeated(pools: list[ChildPool]) -> None:
@@ -182,7 +182,7 @@ def test_all_children_must_say_the_same(pools: list[ChildPool]) -> None:
 
 
 def test_closed_pool_fails_what_runs_and_waits(pools: list[ChildPool]) -> None:
-    pool = open_pool(pools, max_in_flight=1)
+    pool = open_pool(pools, setup={"in_flight": 1})
     (facts,) = pool.start()
     running, waiting = ask(pool, "wait"), ask(pool, "echo", text="")
     pool.close()
