@@ -10,8 +10,9 @@ launch       confines a process, then runs its module
 entry_points the list of all places where foreign bytes enter, each with its profile
 """
 
-from relax_events.confinement.child import ChildLost, Reply
-from relax_events.confinement.pool import ChildPool, ChildSettings
+from relax_events.confinement.pool import ChildPool
 from relax_events.confinement.profiles import Confinement, Profile
+from relax_events.confinement.requests import ChildLost, Reply
+from relax_events.confinement.settings import ChildSettings
 
 __all__ = ["ChildLost", "ChildPool", "ChildSettings", "Confinement", "Profile", "Reply"]

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from relax_events.config import RewardConfig
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Profile
-from relax_events.confinement.child import Request, Result
 from relax_events.confinement.entry_points import find_reward
 from relax_events.confinement.frames import FrameLimits
-from relax_events.confinement.pool import START_SECONDS
 from relax_events.confinement.profiles import list_ports
+from relax_events.confinement.requests import Request, Result
 from relax_events.confinement.served import IS_CONCURRENT
+from relax_events.confinement.settings import START_SECONDS
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.immutable import immutable

@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Profile, Reply
-from relax_events.confinement.child import Request, Result
 from relax_events.confinement.entry_points import Door, EntryPoint
 from relax_events.confinement.frames import FrameLimits
 from relax_events.confinement.prints import BURST_BYTES
+from relax_events.confinement.requests import Request, Result
 
 POINT = EntryPoint("test", (Door.REPLY,), Profile.TRUSTED, "tests.component.pool_child")
 MEMORY_BYTES = 4 * 1024**3
