@@ -7,6 +7,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -14,31 +16,24 @@ from typing import BinaryIO
 from relax_events.errors import ConfigError
 
 WRONG_KIND = "it is no regular file"
-LINK_ON_PATH = "a part of its path is a link, or no folder"
+LINK = "it is a link, and links are not followed"
 OPEN_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 """A pipe without a writer opens at once."""
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-LINK = "it is a link, and links are not followed"
 
 
-def open_regular(path: Path, *, folder: int | None = None, follow_links: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
     """Open a regular file for reading.
 
     Args:
         path: The file.
-        folder: Handle of the folder to which a relative path belongs.
         follow_links: Whether the last part of the path may be a link.
     Raises:
         OSError: The file is missing, unreadable, not a regular file, or a link where none may be.
     """
-    try:
-        descriptor = os.open(
-            path, OPEN_FILE | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder
-        )
-    except OSError as error:
-        if error.errno == errno.ELOOP and not follow_links:
-            raise OSError(errno.ELOOP, LINK, str(path)) from None
-        raise
+    flags = OPEN_FILE if follow_links else OPEN_FILE | os.O_NOFOLLOW
+    with _name_links(path):
+        descriptor = os.open(path, flags)
     return _require_regular(descriptor, path)
 
 
@@ -52,23 +47,48 @@ def open_below(folder: Path, name: str) -> BufferedReader:
     Raises:
         OSError: The file is missing, unreadable, not a regular file, or not below the folder.
     """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise OSError(errno.EINVAL, "it lies outside of the folder", str(folder / name))
-    descriptor = os.open(folder, OPEN_FOLDER)
+    path = folder / name
+    *folders, last = name.split("/")
+    if any(part in ("", ".", "..") or "\0" in part for part in (*folders, last)):
+        raise OSError(errno.EINVAL, "it lies outside of the folder", str(path))
+    with open_folders(folder, folders) as handles, _name_links(path):
+        descriptor = os.open(last, OPEN_FILE | os.O_NOFOLLOW, dir_fd=handles[-1])
+    return _require_regular(descriptor, path)
+
+
+@contextmanager
+def open_folders(folder: Path, names: Sequence[str]) -> Iterator[list[int]]:
+    """Give handles of a folder and of each folder below it, in this order; none of those below is
+    a link.
+
+    Args:
+        folder: May be a link itself.
+        names: The first below the folder, the next below that one, and so on.
+    Raises:
+        OSError: One is missing, unreadable, no folder, or a link.
+    """
+    with ExitStack() as stack:
+        handles = [os.open(folder, OPEN_FOLDER)]
+        stack.callback(os.close, handles[0])
+        path = folder
+        for name in names:
+            path /= name
+            with _name_links(path):
+                handles.append(os.open(name, OPEN_FOLDER | os.O_NOFOLLOW, dir_fd=handles[-1]))
+            stack.callback(os.close, handles[-1])
+        yield handles
+
+
+@contextmanager
+def _name_links(path: Path) -> Iterator[None]:
+    """Say of a path that can't be opened because it is a link that it is one."""
     try:
-        for part in parts[:-1]:
-            inner = os.open(part, OPEN_FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = inner
-        opened = os.open(parts[-1], OPEN_FILE | os.O_NOFOLLOW, dir_fd=descriptor)
+        yield
     except OSError as error:
-        is_link = error.errno in (errno.ELOOP, errno.ENOTDIR)
-        reason = LINK_ON_PATH if is_link else error.strerror
-        raise OSError(error.errno, reason, str(folder / name)) from None
-    finally:
-        os.close(descriptor)
-    return _require_regular(opened, folder / name)
+        is_link = error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink())
+        if is_link:
+            raise OSError(errno.ELOOP, LINK, str(path)) from None
+        raise
 
 
 def _require_regular(descriptor: int, path: Path) -> BufferedReader:

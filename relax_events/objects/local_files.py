@@ -10,16 +10,15 @@ import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
 from typing import BinaryIO
 
 from relax_events.objects.unfinished import delete_unfinished_files
-from relax_events.regular_files import LINK, open_regular
+from relax_events.regular_files import LINK, open_below, open_folders
 
 KEY_PATTERN = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class LocalFiles:
@@ -34,9 +33,7 @@ class LocalFiles:
         Raises:
             OSError: It is missing, unreadable, not a regular file, or behind a link.
         """
-        *folders, name = key.split("/")
-        with self._open_folders(folders) as handles:
-            return open_regular(Path(name), folder=handles[-1], follow_links=False)
+        return open_below(self._directory, key)
 
     def num_bytes(self, key: str) -> int:
         """Return the size of an object.
@@ -91,7 +88,7 @@ class LocalFiles:
         """
         *folders, name = key.split("/")
         try:
-            with self._open_folders(folders) as handles:
+            with open_folders(self._directory, folders) as handles:
                 os.unlink(name, dir_fd=handles[-1])
                 with suppress(OSError):  # a folder is not empty
                     for handle, folder in zip(handles[-2::-1], reversed(folders), strict=True):
@@ -121,7 +118,10 @@ class LocalFiles:
         each is a folder; nothing if the folder is missing.
         """
         try:
-            with self._open_folders(folders) as handles, os.scandir(handles[-1]) as entries:
+            with (
+                open_folders(self._directory, folders) as handles,
+                os.scandir(handles[-1]) as entries,
+            ):
                 return [
                     (entry.name, is_folder)
                     for entry in entries
@@ -135,23 +135,3 @@ class LocalFiles:
             if not self._directory.is_dir():
                 raise
             return []
-
-    @contextmanager
-    def _open_folders(self, folders: Sequence[str]) -> Iterator[list[int]]:
-        """Give handles of the store's folder and of each folder below it, in this order."""
-        with ExitStack() as stack:
-            handles = [os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
-            stack.callback(os.close, handles[0])
-            for name in folders:
-                handles.append(_open_folder(name, handles[-1]))
-                stack.callback(os.close, handles[-1])
-            yield handles
-
-
-def _open_folder(name: str, parent: int) -> int:
-    try:
-        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
-    except NotADirectoryError:
-        if S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            raise OSError(errno.ELOOP, LINK, name) from None
-        raise
