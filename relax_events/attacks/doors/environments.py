@@ -7,7 +7,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,14 +99,17 @@ def _ask(ask: Ask, completion: str, metadata: Any) -> str:
 
 
 @contextmanager
-def open_function(settings: dict[str, Any]) -> Iterator[Ask]:
-    """Start an environment function, and give what plays a turn."""
-    with tempfile.TemporaryDirectory() as name:
-        pool = EnvironmentPool(build_attacked_run(Path(name), environment=settings))
-        try:
-            yield partial(_play, pool)
-        finally:
-            pool.close()
+def _open_pool(
+    build: type[EnvironmentPool] | type[SessionPool],
+    play: Callable[[Any, str, Any], str],
+    settings: dict[str, Any],
+) -> Iterator[Ask]:
+    """Start the children of an environment, and give what plays a turn."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        closing(build(build_attacked_run(Path(name), environment=settings))) as pool,
+    ):
+        yield partial(play, pool)
 
 
 def _play(pool: EnvironmentPool, completion: str, metadata: Any) -> str:
@@ -131,17 +134,6 @@ def build_task(metadata: Any) -> EnvironmentContext:
     return EnvironmentContext(messages=[message], answer="", metadata=text)
 
 
-@contextmanager
-def open_sessions(settings: dict[str, Any]) -> Iterator[Ask]:
-    """Start an environment with sessions, and give what plays one turn of a new session."""
-    with tempfile.TemporaryDirectory() as name:
-        pool = SessionPool(build_attacked_run(Path(name), environment=settings))
-        try:
-            yield partial(play_session, pool)
-        finally:
-            pool.close()
-
-
 def play_session(pool: SessionPool, completion: str, metadata: Any) -> str:
     """Open a session, play one turn, and return the texts of its replies."""
     session = pool.session("g0/0", build_task(metadata))
@@ -151,3 +143,9 @@ def play_session(pool: SessionPool, completion: str, metadata: Any) -> str:
     finally:
         session.close()
     return "\n".join(reply.message.text for reply in replies)
+
+
+open_function = partial(_open_pool, EnvironmentPool, _play)
+"""Starts an environment function, and gives what plays a turn."""
+open_sessions = partial(_open_pool, SessionPool, play_session)
+"""Starts an environment with sessions, and gives what plays one turn of a new session."""
