@@ -33,7 +33,7 @@ from relax_events.controller.scaling_admission import RejectedError, ScaleComman
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerError
 from relax_events.http.guard import RequestGuard
-from relax_events.http.identity import Identity, RequestHead, identify_by_token, identity_of
+from relax_events.http.identity import Identity, RequestHead, identify_by_token, read_identity
 from relax_events.projections.scale_requests import Kind, Status
 from relax_events.session.change_audit import FAILED, REFUSED, build_change
 
@@ -150,7 +150,7 @@ class _Caller:
             build_change,
             f"{request.method} {request.url.path}",
             arguments,
-            identity=identity_of(request.scope).name,
+            identity=read_identity(request.scope).name,
             caller=request.headers.get(CALLER_HEADER, "unnamed"),
             address=request.client.host if request.client else "",
         )

@@ -29,7 +29,7 @@ from relax_events.errors import (
 )
 from relax_events.history.samples.filter import UNBOUNDED, parse_bounds
 from relax_events.http.guard import App, GuardLimits, Message, Receive, RequestGuard, Send
-from relax_events.http.identity import RequestHead, identity_of
+from relax_events.http.identity import RequestHead, read_identity
 
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {
@@ -141,7 +141,7 @@ def _respond_invalid(_: Request, error: Exception) -> Response:
 def _exchange_link(request: Request, access: PageAccess, token: str) -> Response:
     """Give a browser a cookie for its link, and lead it to the address without the token."""
     cookie = access.redeem(token)
-    if not cookie and identity_of(request.scope) is not READER:
+    if not cookie and read_identity(request.scope) is not READER:
         raise AccessDenied(NO_LINK)
     rest = [(name, value) for name, value in request.query_params.items() if name != "token"]
     answer = RedirectResponse(f"/?{urlencode(rest)}" if rest else "/", status_code=303)

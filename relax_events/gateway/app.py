@@ -34,7 +34,7 @@ from relax_events.gateway.offer_routes import add_offer_routes
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.responses_dialect import ResponsesCall
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
-from relax_events.gateway.session_keys import NO_KEY, Callers, SessionKeys, session_of
+from relax_events.gateway.session_keys import NO_KEY, Callers, SessionKeys, require_session
 from relax_events.http.guard import GuardLimits, RequestGuard
 from relax_events.http.identity import RequestHead
 from relax_events.serving.streams import cancel_on_disconnect
@@ -79,27 +79,27 @@ def build_gateway(
     @app.get("/v1/models")
     def models(request: Request) -> dict[str, Any]:
         """List the policy, as the clients of both vendors read it."""
-        return _model_list(model_name, session_of(request).bounds.max_context_tokens)
+        return _model_list(model_name, require_session(request).bounds.max_context_tokens)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, call: ChatCall) -> Response:
         """Sample the next turn of a session, in the dialect of OpenAI's chat."""
-        return await _serve(request, session_of(request), call, model_name)
+        return await _serve(request, require_session(request), call, model_name)
 
     @app.post("/v1/responses")
     async def responses(request: Request, call: ResponsesCall) -> Response:
         """Sample the next turn of a session, in the dialect of OpenAI's responses."""
-        return await _serve(request, session_of(request), call, model_name)
+        return await _serve(request, require_session(request), call, model_name)
 
     @app.post("/v1/messages")
     async def messages(request: Request, call: AnthropicCall) -> Response:
         """Sample the next turn of a session, in the dialect of Anthropic's messages."""
-        return await _serve(request, session_of(request), call, model_name)
+        return await _serve(request, require_session(request), call, model_name)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, call: AnthropicPrompt) -> Response:
         """Count what the policy would read."""
-        session = session_of(request)
+        session = require_session(request)
         try:
             count = await session.count_tokens(call.history(session), tools=call.tool_list())
         except REFUSALS as error:

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.session_keys import Harness, key_of
-from relax_events.http.identity import identity_of
+from relax_events.gateway.session_keys import Harness, require_key
+from relax_events.http.identity import read_identity
 from relax_events.serving.streams import cancel_on_disconnect
 
 MAX_WAIT_SECONDS = 60.0
@@ -57,7 +57,7 @@ def add_offer_routes(app: FastAPI, offers: SessionOffers, *, model_name: str) ->
     @app.post("/sessions")
     async def take_session(request: Request, body: TakeBody = NO_WISHES) -> Response:
         """Give a harness the oldest episode that waits."""
-        if not isinstance(identity_of(request.scope).subject, Harness):
+        if not isinstance(read_identity(request.scope).subject, Harness):
             raise HTTPException(401, "no token, or the wrong one; see environment.harness")
         offer = await cancel_on_disconnect(request, offers.take(seconds=body.wait_seconds))
         if offer is None:
@@ -80,6 +80,6 @@ def add_offer_routes(app: FastAPI, offers: SessionOffers, *, model_name: str) ->
     async def finish_session(request: Request, body: FinishBody) -> dict[str, Any]:
         """End an episode; a harness that lost the answer may ask again."""
         error = body.error[:MAX_ERROR_CHARACTERS]
-        if not offers.finish(key_of(request), reward=body.reward, error=error):
+        if not offers.finish(require_key(request), reward=body.reward, error=error):
             raise HTTPException(401, "no key, or none of a session that a harness has")
         return {"is_finished": True}

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.session import Session
-from relax_events.http.identity import Identity, RequestHead, identity_of, is_same_secret
+from relax_events.http.identity import Identity, RequestHead, is_same_secret, read_identity
 
 NO_KEY = "no key, or none of an open session"
 MAX_HARNESS_CALLS = 4096
@@ -108,24 +108,24 @@ def _keys(head: RequestHead) -> list[str]:
     return [key for key in (head.bearer, head.headers.get("x-api-key", "")) if key]
 
 
-def session_of(request: Request) -> Session:
+def require_session(request: Request) -> Session:
     """Return the session that a request belongs to.
 
     Raises:
         HTTPException: 401, the request has the token of harnesses, or the key of a session that
             is over.
     """
-    subject = identity_of(request.scope).subject
+    subject = read_identity(request.scope).subject
     if not isinstance(subject, OpenSession):
         raise HTTPException(401, NO_KEY)
     return subject.session
 
 
-def key_of(request: Request) -> str:
+def require_key(request: Request) -> str:
     """Return the key of the session, open or finished, that a request belongs to; raises as
-    `session_of`.
+    `require_session`.
     """
-    subject = identity_of(request.scope).subject
+    subject = read_identity(request.scope).subject
     if not isinstance(subject, OpenSession | FinishedSession):
         raise HTTPException(401, "no key, or none of a session that a harness has")
     return subject.key

@@ -102,7 +102,8 @@ class RequestHead:
 
 
 Identify = Callable[[RequestHead], Identity | None]
-"""Returns who makes a request; None refuses it. It reads memory only, and never waits."""
+"""Returns who makes a request; None refuses it. It reads memory, or looks for a local file, and never
+waits for a peer."""
 
 
 def is_same_secret(given: str, secret: str) -> bool:
@@ -130,7 +131,7 @@ def identify_by_token(
     return identify
 
 
-def identity_of(scope: MutableMapping[str, Any]) -> Identity:
+def read_identity(scope: MutableMapping[str, Any]) -> Identity:
     """Return the identity that the guard has found for a request."""
     found: Identity = scope["state"]["identity"]
     return found

@@ -21,7 +21,7 @@ from relax_events.attacks.http_sender import send
 from relax_events.deadline import Deadline
 from relax_events.http import server as http_guard
 from relax_events.http.guard import GuardLimits, RequestGuard
-from relax_events.http.identity import BodyBound, Identity, identify_by_token, identity_of
+from relax_events.http.identity import BodyBound, Identity, identify_by_token, read_identity
 from relax_events.http.server import build_server_config, open_listener
 
 TOKEN = "of-this-run"
@@ -41,7 +41,7 @@ class Echo:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.num_calls += 1
-        self.callers.append(identity_of(scope))
+        self.callers.append(read_identity(scope))
         message = await receive()
         if message["body"] == SLOW:
             await asyncio.Event().wait()
