@@ -102,8 +102,8 @@ class RequestHead:
 
 
 Identify = Callable[[RequestHead], Identity | None]
-"""Returns who makes a request; None refuses it. It reads memory, or looks for a local file, and never
-waits for a peer."""
+"""Returns who makes a request; None refuses it. It reads memory, or looks for a local file, and
+never waits for a peer."""
 
 
 def is_same_secret(given: str, secret: str) -> bool:

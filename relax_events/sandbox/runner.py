@@ -205,8 +205,9 @@ class Runner:
 
     def _exceeds_limits(self) -> bool:
         """Return whether the program's process tree exceeds the limits."""
+        processes = self._descendants()
         memory, count = 0, 0
-        for process in self._descendants():
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 memory += process.memory_info().rss
                 count += 1
@@ -217,7 +218,7 @@ class Runner:
             return True
         return not self._isolation.has_own_files and exceeds_file_limits(
             self.folder,
-            self._descendants(),
+            processes,
             max_bytes=MAX_FOLDER_BYTES,
             max_files=MAX_FILES,
             user=self._isolation.user,
