@@ -142,8 +142,7 @@ def test_unreadable_object_in_an_available_store_is_not_an_outage(
             raise OSError(EIO, os.strerror(EIO))
 
     monkeypatch.setattr(
-        "relax_events.objects.local_files.open_regular",
-        lambda path, *, folder, **_: BrokenFile(os.open(path, os.O_RDONLY, dir_fd=folder)),
+        "relax_events.objects.local_files.open_below", lambda folder, key: BrokenFile(folder / key)
     )
     with pytest.raises(ObjectError, match=r"can't read .*/a: .*Input/output error"):
         store.get_at("a")
