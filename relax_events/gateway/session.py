@@ -149,10 +149,11 @@ class Session:
             if self._is_closed:
                 raise SessionClosed("the session has ended; no further call is answered")
             messages = await self._resolve(messages)
-            if text := self._describe_excess(messages, tools):
+            num_bytes = count_text_bytes([*messages, *tools])
+            if text := self._describe_excess(num_bytes):
                 raise self._meet(Limit.CONTEXT, text)
             continuation = self.graph.find(messages, tools=tools)
-            input_tokens = await self._render(messages, continuation, tools)
+            input_tokens = await self._render(messages, continuation, tools, num_bytes=num_bytes)
             request = self._build_request(continuation, input_tokens, max_tokens)
             if self.media is not None and (
                 files := path_media(continuation.parent) + media_of(continuation.rest)
@@ -183,18 +184,18 @@ class Session:
             EngineFailed, ObjectError, StoreUnavailable: As for `chat`.
         """
         messages = await self._resolve(messages)
-        if text := self._describe_excess(messages, tools):
+        num_bytes = count_text_bytes([*messages, *tools])
+        if text := self._describe_excess(num_bytes):
             raise SessionLimit(Limit.CONTEXT, text)
         continuation = self.graph.find(messages, tools=tools)
-        rendered = await self._render(messages, continuation, tools)
+        rendered = await self._render(messages, continuation, tools, num_bytes=num_bytes)
         return len(path_tokens(continuation.parent)) + len(rendered)
 
-    def _describe_excess(self, messages: Sequence[Message], tools: Sequence[Message]) -> str:
-        """Return why texts can't fit the context, whatever the tokenizer makes of them; empty if
-        they may.
+    def _describe_excess(self, num_bytes: int) -> str:
+        """Return why texts of so many bytes can't fit the context, whatever the tokenizer makes of
+        them; empty if they may.
         """
         longest = self.bounds.max_context_tokens * self.renderer.longest_token_bytes
-        num_bytes = count_text_bytes([*messages, *tools])
         if num_bytes <= longest:
             return ""
         return (
@@ -207,10 +208,14 @@ class Session:
         return messages if self.media is None else await self.media.resolve(messages)
 
     async def _render(
-        self, messages: Sequence[Message], continuation: Continuation, tools: Sequence[Message]
+        self,
+        messages: Sequence[Message],
+        continuation: Continuation,
+        tools: Sequence[Message],
+        *,
+        num_bytes: int,
     ) -> NDArray[np.int32]:
         renderer, parent = self.renderer, continuation.parent
-        num_bytes = count_text_bytes([*messages, *tools])
         if parent is None:
             whole = partial(renderer.prompt_tokens, messages, tools=tools)
             return await renderer.run(self, whole, num_bytes=num_bytes)
