@@ -6,12 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_events.errors import ConfigError
+from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
     from relax_events.launcher.attack_check import AttackResult
-
-FAILED = 6
 
 
 def doctor(
@@ -46,7 +44,7 @@ def doctor(
         from relax_events.cli.output import print_json
 
         print_json(tree)
-    return 0 if is_good else FAILED
+    return 0 if is_good else CheckFailed.exit_code
 
 
 def _check(
