@@ -98,10 +98,6 @@ COMMANDS = {
         "relax_events.cli.schemas:app",
         "Show and check the event schemas: check, diff, show, release.",
     ),
-    "alerts": (
-        "relax_events.cli.alerts:app",
-        "Forward Prometheus alerts to chats, mail and pagers: forward.",
-    ),
     "eval": (
         "relax_events.cli.eval:app",
         "Show held-out evaluations of policy versions: show.",

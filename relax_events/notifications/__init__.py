@@ -1,1 +1,1 @@
-"""Notifications about a run, and the receiver of Prometheus alerts."""
+"""Notifications about a run."""

@@ -110,6 +110,6 @@ def finished_run(
         notification_urls.write_text(f"json://127.0.0.1:{sink.server_port}/\n")
         ended = call_relax("run", run_file, cwd=folder, timeout_seconds=200)
         sink.shutdown()
-    (folder / "notifications").write_text("\n".join(sink.titles))
+    (folder / "notifications").write_text("\n".join(sink.list_titles()))
     assert ended.code == 0, ended.err
     return FinishedRun(run_file, load_run_config(run_file, environment={}))

@@ -1,4 +1,4 @@
-"""HTTP input: bodies of the APIs, streams of an SGLang server, alerts."""
+"""HTTP input: bodies of the APIs, streams of an SGLang server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pydantic import BaseModel, ValidationError
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
 from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, identify_by_token
-from relax_events.notifications.alert_receiver import parse_alerts
 from relax_events.serving.schemas import (
     AbortBody,
     ChatBody,
@@ -140,13 +139,6 @@ async def _events(chunks: Any) -> list[bytes]:
     return [event async for event in _read_events(aiter(chunks), what="stream", max_bytes=2**20)]
 
 
-def alert(data: bytes) -> None:
-    """Read what is posted to the receiver of alerts."""
-    with suppress(ValueError):
-        reported = parse_alerts(data)
-        assert set(reported) == {"title", "body", "kind"}
-
-
 def guard(data: bytes) -> None:
     """Let the guard of the HTTP servers check a call: only one with the token passes."""
     headers = [
@@ -196,16 +188,6 @@ LAST = {
 STREAM = (
     b"".join(b"data: " + as_json(event) + b"\n\n" for event in (EVENT, LAST)) + b"data: [DONE]\n\n"
 )
-ALERT = {
-    "status": "firing",
-    "alerts": [
-        {
-            "status": "firing",
-            "labels": {"alertname": "A", "severity": "critical"},
-            "annotations": {"summary": "s", "runbook": "r"},
-        }
-    ],
-}
 
 TARGETS = [
     Target(
@@ -217,5 +199,4 @@ TARGETS = [
         mutated([HEADERS, HEADERS + b"\norigin:http://127.0.0.1:80\nsec-fetch-site:same-origin"]),
         guard,
     ),
-    Target("alert", json_bytes([ALERT], odd=TEXTS), alert),
 ]

@@ -208,7 +208,7 @@ def _hold(engine: ContainerEngine, held: HeldFault, sink: WebhookSink) -> AlertR
     """
     if early := firing():
         raise StackError(f"{held.name}: {', '.join(sorted(early))} fires before the fault")
-    sink.titles.clear()
+    sink.documents.clear()
     started = time.monotonic()
     held.begin(engine)
     try:

@@ -11,6 +11,7 @@ from tests.stack.container_engine import ContainerEngine, StackError, read_pins
 from tests.stack.images import Stopwatch, default_of, image_names, provide_images
 from tests.stack.pins import read_third_party_images, render_pins
 from tests.stack.run import bytes_of
+from tests.stack.webhook_sink import build_alertmanager_config
 
 COMPOSE = Path(__file__).parents[3] / "compose"
 DIGEST = "sha256:" + "ab" * 32
@@ -43,6 +44,13 @@ def test_image_defaults_to_the_compose_file_and_can_be_overridden(
     monkeypatch.setenv("KAFKA_IMAGE", "registry.example/kafka:4")
     assert image_names()["kafka"] == "registry.example/kafka:4"
     assert set(image_names()) == {"light", "model", "kafka", "prometheus", "alertmanager"}
+
+
+def test_stack_alerts_reach_a_webhook_of_alertmanager_by_the_stacks_own_route() -> None:
+    config = build_alertmanager_config(8000)
+    (receiver,) = config["receivers"]
+    assert receiver["name"] == config["route"]["receiver"]
+    assert [one["url"] for one in receiver["webhook_configs"]] == ["http://webhook-sink:8000/"]
 
 
 def test_third_party_images_are_pinnable_and_have_version_tags() -> None:
