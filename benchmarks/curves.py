@@ -99,7 +99,7 @@ class Learnt:
         return [(step, reward) for step, reward in pairs if reward is not None]
 
 
-def learnt_of(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
+def read_learning_curve(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
     """Read a run's report: the rewards of its evaluations where it has any, else those of its
     steps.
 
@@ -141,12 +141,12 @@ def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Lea
     ]
     wanted = provide(settings, folder / "materials")
     if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == wanted:
-        return learnt_of(kept["report"], algorithm, seed)
+        return read_learning_curve(kept["report"], algorithm, seed)
     run_folder = folder / result.stem
     data = quickstart.run(run_folder, result.stem, wanted)
     result.write_text(json.dumps({"overrides": wanted, "report": data}))
     shutil.rmtree(run_folder)
-    return learnt_of(data, algorithm, seed)
+    return read_learning_curve(data, algorithm, seed)
 
 
 def rows_of(learned: Iterable[Learnt]) -> list[dict[str, str]]:

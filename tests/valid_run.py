@@ -248,7 +248,7 @@ def _train_half(run: ValidRun) -> None:
     )
 
 
-def _train_seat_again(run: ValidRun) -> None:
+def _train_slot_again(run: ValidRun) -> None:
     """The step trains a second attempt of a slot together with the first one."""
     group = "000003-0000-1"
     run.issue(group)
@@ -345,7 +345,7 @@ def _pass_over(run: ValidRun) -> None:
     change_step(run, 5, consumed=[consumed])
 
 
-def _guest_trained(run: ValidRun) -> None:
+def _external_group_trained(run: ValidRun) -> None:
     external_id = "000003-1000000-0"
     for events in run.log.values():
         for index, event in enumerate(events):
@@ -367,7 +367,7 @@ def _again(run: ValidRun, entity: str, index: int, **changes: Any) -> None:
 
 TAMPERINGS: dict[str, Tampering] = {
     "sample trained twice": _train_again,
-    "batch slot of a train step trained twice": _train_seat_again,
+    "batch slot of a train step trained twice": _train_slot_again,
     "prompt group not trained completely": _train_half,
     "sample of a trained prompt group was not trained": lambda run: run.at(
         "rollout.samples", 0
@@ -385,7 +385,7 @@ TAMPERINGS: dict[str, Tampering] = {
     "prompt group trained that was never issued": lambda run: _drop(
         run, "prompt.groups", prompt_group_id="000003-0000-0"
     ),
-    "external prompt group trained": _guest_trained,
+    "external prompt group trained": _external_group_trained,
     "train step reports wrong staleness counts": lambda run: change_step(
         run, 3, staleness_counts=[4]
     ),

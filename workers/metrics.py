@@ -62,7 +62,7 @@ class MetricsLoop:
         self._tellers = open_notifiers(
             worker.config, failed=worker.metrics.deliveries.count_notification_error
         )
-        self._desk = NotificationBuilder(
+        self._notification_builder = NotificationBuilder(
             worker.config.run.id, first_version=worker.config.first_version
         )
         self._starting_thread = threading.current_thread()
@@ -140,7 +140,10 @@ class MetricsLoop:
             self._saved_at = time.monotonic()
 
     def _deliver(self, event: Event | None) -> None:
-        if event is not None and (notification := self._desk.apply(event)) is not None:
+        if (
+            event is not None
+            and (notification := self._notification_builder.apply(event)) is not None
+        ):
             for teller in self._tellers:
                 teller.put(notification)
 

@@ -39,7 +39,7 @@ def kill_consumer(side: Side) -> int:
     channel = side.open_channel(PUT.num_tokens)
     side.fill(PUT, NUM_SAMPLES)
     dying = side.process()
-    side.tell_reader(dying, "take", channel=channel, consumer="reader", num_samples=NUM_TAKEN)
+    side.notify_reader(dying, "take", channel=channel, consumer="reader", num_samples=NUM_TAKEN)
     dying.receive()
     dying.kill()
     num_lost, _ = read_rest(side, channel)
@@ -61,7 +61,7 @@ def read_rest(side: Side, channel: str) -> tuple[int, str]:
     """Read as the same consumer until nothing more comes; return how many samples did not, and the
     first error."""
     successor: Process = side.process()
-    side.tell_reader(
+    side.notify_reader(
         successor,
         "rest",
         channel=channel,

@@ -136,7 +136,7 @@ class Side:
         self.writer.send_command("drop")
         self.writer.receive()
 
-    def tell_reader(
+    def notify_reader(
         self, process: Process, do: str, *, channel: str, consumer: str, **arguments: Any
     ) -> None:
         """Give a reading process a command about a channel."""
@@ -148,7 +148,7 @@ class Side:
         """Measure one cell once: readers wait, the writer puts, all read to the last sample."""
         channel, readers = self.open_channel(cell.num_tokens), self.readers(cell.num_readers)
         for index, reader in enumerate(readers):
-            self.tell_reader(
+            self.notify_reader(
                 reader,
                 "read",
                 channel=channel,

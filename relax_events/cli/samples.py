@@ -56,12 +56,13 @@ def tail(
     from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
     from relax_events.cli.sample_rendering import print_line
 
-    goes_on = not which.has_end if follow is None else follow
-    from_beginning = from_ == "beginning" or (not goes_on and not last)
+    is_followed = not which.has_end if follow is None else follow
+    from_beginning = from_ == "beginning" or (not is_followed and not last)
     with open_run_log(config, overrides, name="samples") as log, reader_may_leave():
         for number, line in enumerate(
             islice(
-                _lines(log, which, from_beginning=from_beginning, last=last, follow=goes_on), limit
+                _lines(log, which, from_beginning=from_beginning, last=last, follow=is_followed),
+                limit,
             )
         ):
             print_line(line, output, with_head=number == 0)

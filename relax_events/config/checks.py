@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationInfo
 
 from relax_events.config.algorithm_spec import find_algorithm, is_from_log
-from relax_events.config.data import LEARNT_KEYS, RowsConfig
+from relax_events.config.data import KEYS_TO_LEARN, RowsConfig
 from relax_events.config.engine import SamplingConfig
 from relax_events.errors import ConfigError
 
@@ -93,7 +93,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
 
 def _problems_with_rewards(config: RunConfig) -> Iterator[str]:
     for part in config.data.parts:
-        for key in LEARNT_KEYS:
+        for key in KEYS_TO_LEARN:
             if value := getattr(part, key):
                 yield (
                     f"data.{key} = {value!r} is not used by algorithm {config.algorithm.name}, "

@@ -18,7 +18,7 @@ from relax_events.config.external_values import (
     Texts,
 )
 
-LEARNT_KEYS = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
+KEYS_TO_LEARN = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
 """Keys of the columns that hold training targets."""
 
 
@@ -93,18 +93,18 @@ class RowsConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _learnt_rows_need_no_answer(cls, given: Any) -> Any:
+    def _rows_to_learn_need_no_answer(cls, given: Any) -> Any:
         if (
             not isinstance(given, Mapping)
             or "answer_key" in given
-            or not any(given.get(key) for key in LEARNT_KEYS)
+            or not any(given.get(key) for key in KEYS_TO_LEARN)
         ):
             return given
         return {**given, "answer_key": ""}
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> RowsConfig:
-        given = [key for key in LEARNT_KEYS if getattr(self, key)]
+        given = [key for key in KEYS_TO_LEARN if getattr(self, key)]
         if given not in (
             [],
             ["completion_key"],

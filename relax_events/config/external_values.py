@@ -169,7 +169,7 @@ def _named(key: str, value: Any, kind: Names) -> Iterator[Named]:
         yield from (
             Named(path, leaf, kind)
             for path, leaf in _leaves(value, key)
-            if kind is Names.OPTIONS or _is_telling(path, leaf)
+            if kind is Names.OPTIONS or _may_name_something(path, leaf)
         )
     elif kind is Names.ARGUMENTS:
         yield Named(key, value, kind)  # their order matters
@@ -190,7 +190,7 @@ def _is_outside(value: Any, kind: Names) -> bool:
     return bool(text) and not (kind is Names.LISTENER and is_loopback(text))
 
 
-def _is_telling(key: str, value: Any) -> bool:
+def _may_name_something(key: str, value: Any) -> bool:
     """Return whether a quantity may name something after all: it is more than a word or two, its
     key says so, or it takes a protection away.
     """

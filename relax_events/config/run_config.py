@@ -308,7 +308,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _environment_has_somebody_to_talk_with(self) -> RunConfig:
+    def _environment_has_a_conversation_partner(self) -> RunConfig:
         environment, algorithm = self.environment, self.algorithm
         if environment.harness.is_served and self.evaluation.datasets:
             raise ValueError(

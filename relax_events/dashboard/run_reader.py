@@ -190,9 +190,9 @@ class RunReader:
         with self._changed:
             self.status.trouble = text
             self._changed.notify_all()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.status.revision += 1
         self.on_news()
 
@@ -211,7 +211,7 @@ class RunReader:
                 num_records = self._read_new(run_log, reader, in_batches=in_batches)
                 if self._blocks and time.monotonic() >= self._older_at:
                     next(older, None)
-                    self._tell()
+                    self._notify()
                 if num_records:
                     answered = time.monotonic()
                 elif time.monotonic() - answered > SILENT_SECONDS:
@@ -268,7 +268,7 @@ class RunReader:
     def _end_trouble(self) -> None:
         if self.status.trouble:
             self.status.trouble = ""
-            self._tell()
+            self._notify()
 
     def _find_starts(self, run_log: RunLog) -> None:
         """Find the first offsets to read; a later connection continues where this one ended."""
@@ -305,7 +305,7 @@ class RunReader:
                 for event in () if record.is_damaged else run_log.decode_samples(record):
                     if belongs_on(entity, event):
                         self._apply(event, record)
-        self._tell()
+        self._notify()
 
     def _apply(self, event: Event, record: Record) -> None:
         if isinstance(event, SampleRolledOut):

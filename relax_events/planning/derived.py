@@ -160,7 +160,7 @@ def _of_memory(
     whole = min(machine.gpu_bytes) if on_gpu else machine.memory_bytes // 2
     ranks = 1 if on_gpu else max(machine.roles.get("trainer", 1), 1)
     trainer = memory_of_trainer(config, known, on_gpu=on_gpu)
-    others = _beside_trainer(config, known, machine, most_cache=whole // 3)
+    others = _memory_next_to_trainer(config, known, machine, most_cache=whole // 3)
     static = trainer.parts(0).total
     most = MOST_CELLS_GPU if on_gpu else MOST_CELLS_CPU
     cells = trainer.most_tokens(
@@ -187,14 +187,14 @@ def _of_memory(
     yield Derived("trainer.max_tokens_per_micro_batch", value, reason + more, is_warning=is_short)
 
 
-def _beside_trainer(
+def _memory_next_to_trainer(
     config: RunConfig, known: CheckpointFacts, machine: Machine, *, most_cache: int
 ) -> int:
     """Return what the models of other roles take where the trainer is; a judge or teacher counts as
     large as the policy.
     """
     dtype = config.model.dtype
-    count = _counts_beside_trainer(config, machine)
+    count = _count_workers_next_to_trainer(config, machine)
     if config.devices.time_share:
         count["rollout"] = 0  # its memory is free while the trainer works
         if config.workers.hybrid:
@@ -214,7 +214,7 @@ def _beside_trainer(
     )
 
 
-def _counts_beside_trainer(config: RunConfig, machine: Machine) -> dict[str, int]:
+def _count_workers_next_to_trainer(config: RunConfig, machine: Machine) -> dict[str, int]:
     """Return how many workers of each role compute on a device of the trainer's; all of them on the
     CPU, and where the trainer has more ranks than there are GPUs.
     """

@@ -117,7 +117,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             tty=True,
             stream=stream,
             steps_since=since,
-            beats_since=self._heartbeats_since(),
+            heartbeats_since=self._heartbeats_since(),
         ) as display:
             while True:
                 lag = self._lag()

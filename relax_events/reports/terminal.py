@@ -57,7 +57,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         clock: Monotonic seconds, for the interval of lines.
         steps_since: Rates are computed over steps since then, microseconds since the epoch; from
             now on by default.
-        beats_since: Older heartbeats are ignored; likewise.
+        heartbeats_since: Older heartbeats are ignored; likewise.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         stream: TextIO | None = None,
         clock: Clock = time.monotonic,
         steps_since: int | None = None,
-        beats_since: int | None = None,
+        heartbeats_since: int | None = None,
     ) -> None:
         stream = stream or sys.stderr
         tty = stream.isatty() and os.environ.get("TERM") != "dumb" if tty is None else tty
         self._config = config
         self._since = now_micros() if steps_since is None else steps_since
         self._workers = WorkerTable(
-            config, since_micros=now_micros() if beats_since is None else beats_since
+            config, since_micros=now_micros() if heartbeats_since is None else heartbeats_since
         )
         self._surface: ProgressOutput = (
             PanelOutput(config, stream, clock) if tty else LineOutput(stream, clock)

@@ -138,12 +138,13 @@ def _described(sample: GeneratedSample) -> dict[str, Any]:
             [name, array.dtype.str, list(array.shape)] for name, array in _arrays_of(sample).items()
         ],
         "turns": [
-            [message.role, [_told_part(part) for part in message.parts]] for message in sample.turns
+            [message.role, [_describe_part(part) for part in message.parts]]
+            for message in sample.turns
         ],
     }
 
 
-def _told_part(part: ContentPart) -> list[Any]:
+def _describe_part(part: ContentPart) -> list[Any]:
     media = None if part.media is None else asdict(part.media) | {"digest": part.media.digest.hex()}
     return [part.kind.value, part.text, media]
 

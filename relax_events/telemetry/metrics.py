@@ -49,7 +49,7 @@ class WorkerMetrics:
             "was joined.",
             ["role"],
         )
-        self._letters = counter(
+        self._dead_letters = counter(
             "relax_dead_letters_total",
             "Records written to a dead-letter topic.",
             ["role", "reason"],
@@ -112,11 +112,11 @@ class WorkerMetrics:
         see an increase in a counter that appears as 1.
         """
         for reason in reasons:
-            self._letters.labels(self._role, reason)
+            self._dead_letters.labels(self._role, reason)
 
     def count_dead_letter(self, reason: str) -> None:
         """Count a dead letter by the class of its error."""
-        self._letters.labels(self._role, reason).inc()
+        self._dead_letters.labels(self._role, reason).inc()
 
     def count_purged(self, entity: str, count: int) -> None:
         """Count records of a topic that retention deleted."""

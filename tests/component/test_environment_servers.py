@@ -232,7 +232,7 @@ def test_openenv_server_is_reset_stepped_and_closed_for_each_sample(tmp_path: Pa
         wait_until(lambda: server.num_closed == 1)
 
 
-def test_openenv_mistake_of_the_policy_is_told_and_a_failing_server_fails_the_episode(
+def test_openenv_mistake_of_the_policy_is_answered_and_a_failing_server_fails_the_episode(
     tmp_path: Path,
 ) -> None:
     server = EchoServer()

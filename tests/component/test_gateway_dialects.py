@@ -17,7 +17,7 @@ def respond(body, key=os.environ["OPENAI_API_KEY"]):
 """
 
 
-def test_a_conversation_goes_on_in_another_dialect(tmp_path: Path) -> None:
+def test_a_conversation_continues_in_another_dialect(tmp_path: Path) -> None:
     body = """
 messages += [say(messages, max_tokens=4), {"role": "user", "content": "two"}]
 status, found = respond({"input": messages, "max_output_tokens": 4})

@@ -42,11 +42,11 @@ def opened(num_threads: int, **settings: Any) -> Iterator[RenderQueue]:
 def test_session_with_a_queue_of_renderings_lets_others_pass() -> None:
     """The first session has two threads' worth of work: it gets one thread, and the other session
     finishes while the first one's queue still waits."""
-    go_on, running = threading.Event(), threading.Semaphore(0)
+    release, running = threading.Event(), threading.Semaphore(0)
 
     def wait() -> str:
         running.release()
-        assert go_on.wait(SECONDS)
+        assert release.wait(SECONDS)
         return "slow"
 
     async def run(queue: RenderQueue) -> None:
@@ -55,7 +55,7 @@ def test_session_with_a_queue_of_renderings_lets_others_pass() -> None:
         assert await queue.run("other", lambda: "quick") == "quick"
         assert not any(one.done() for one in slow)
         assert not running.acquire(blocking=False), "one thread for each session"
-        go_on.set()
+        release.set()
         assert await asyncio.gather(*slow) == ["slow"] * 5
 
     with opened(2) as queue:
@@ -64,16 +64,16 @@ def test_session_with_a_queue_of_renderings_lets_others_pass() -> None:
 
 def test_sessions_take_turns_on_one_thread() -> None:
     order: list[str] = []
-    go_on = threading.Event()
+    release = threading.Event()
 
     def work(name: str) -> Callable[[], None]:
-        return lambda: (order.append(name), go_on.wait(SECONDS))[0]
+        return lambda: (order.append(name), release.wait(SECONDS))[0]
 
     async def run(queue: RenderQueue) -> None:
         names = ["a", "a", "a", "b", "c", "b"]
         tasks = [asyncio.ensure_future(queue.run(name, work(name))) for name in names]
         await asyncio.sleep(0)
-        go_on.set()
+        release.set()
         await asyncio.gather(*tasks)
 
     with opened(1) as queue:
@@ -82,11 +82,11 @@ def test_sessions_take_turns_on_one_thread() -> None:
 
 
 def test_long_texts_are_rendered_one_at_a_time_and_hold_up_no_short_ones() -> None:
-    go_on, running = threading.Event(), threading.Semaphore(0)
+    release, running = threading.Event(), threading.Semaphore(0)
 
     def wait() -> bool:
         running.release()
-        return go_on.wait(SECONDS)
+        return release.wait(SECONDS)
 
     async def run(queue: RenderQueue) -> None:
         long = [
@@ -96,7 +96,7 @@ def test_long_texts_are_rendered_one_at_a_time_and_hold_up_no_short_ones() -> No
         assert await asyncio.to_thread(running.acquire, timeout=SECONDS)
         assert await queue.run("c", lambda: "short") == "short"
         assert not running.acquire(blocking=False), "the second one waits, and a thread is free"
-        go_on.set()
+        release.set()
         assert await asyncio.gather(*long) == [True, True]
 
     with opened(3) as queue:
@@ -104,32 +104,32 @@ def test_long_texts_are_rendered_one_at_a_time_and_hold_up_no_short_ones() -> No
 
 
 def test_rendering_past_its_deadline_fails_and_keeps_only_its_own_thread() -> None:
-    go_on = threading.Event()
+    release = threading.Event()
 
     async def run(queue: RenderQueue) -> None:
         try:
             with pytest.raises(EngineFailed, match="not rendered within"):
-                await queue.run("stuck", lambda: go_on.wait(SECONDS))
+                await queue.run("stuck", lambda: release.wait(SECONDS))
             with pytest.raises(EngineFailed, match="not rendered within"):
                 await queue.run("stuck", lambda: pytest.fail("it ran while the first one does"))
         finally:
-            go_on.set()
+            release.set()
 
     with opened(2, seconds=0.05) as queue:
         asyncio.run(run(queue))
 
 
 def test_cancelled_rendering_leaves_the_queue() -> None:
-    go_on = threading.Event()
+    release = threading.Event()
 
     async def run(queue: RenderQueue) -> None:
-        first = asyncio.ensure_future(queue.run("a", lambda: go_on.wait(SECONDS)))
+        first = asyncio.ensure_future(queue.run("a", lambda: release.wait(SECONDS)))
         gone = asyncio.ensure_future(queue.run("a", lambda: pytest.fail("its call is gone")))
         await asyncio.sleep(0)
         gone.cancel()
         with suppress(asyncio.CancelledError):
             await gone
-        go_on.set()
+        release.set()
         assert await first
         assert await queue.run("a", lambda: "next") == "next"
 

@@ -203,7 +203,7 @@ def test_client_trusts_only_the_authority_of_its_pod(server: FakeApiServer, tmp_
             client.read_replicas("demo-rollout")
 
 
-def test_process_outside_a_pod_is_told_what_to_unset(tmp_path: Path) -> None:
+def test_process_outside_a_pod_reads_what_to_unset(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no pod: .*unset scaling.kubernetes_release"):
         KubernetesClient.from_pod({})
     with pytest.raises(ConfigError, match="set automountServiceAccountToken: true"):

@@ -13,15 +13,15 @@ import os, threading
 from pathlib import Path
 from relax_events.dashboard.server import give_way
 
-go_on = threading.Event()
-before = threading.Thread(target=go_on.wait)
+release = threading.Event()
+before = threading.Thread(target=release.wait)
 before.start()
 give_way(7)
-after = threading.Thread(target=go_on.wait)
+after = threading.Thread(target=release.wait)
 after.start()
 threads = [int(one.name) for one in Path("/proc/self/task").iterdir()]
 print(*(os.getpriority(os.PRIO_PROCESS, one) for one in threads))
-go_on.set()
+release.set()
 group = Path("/proc/self/autogroup")
 print(group.read_text() if group.exists() else "")
 """

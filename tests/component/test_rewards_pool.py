@@ -140,7 +140,7 @@ def test_reward_function_cannot_read_the_request_pipe(pool: RewardPool) -> None:
     assert rewards(pool.score_batch(items("read", "good", "read", "good"))) == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_pool_goes_on_after_many_failures(pool: RewardPool) -> None:
+def test_pool_continues_after_many_failures(pool: RewardPool) -> None:
     assert (
         rewards(pool.score_batch(items(*["die", "good", "leave", "raise"] * 5)))
         == [None, 1.0, None, None] * 5

@@ -413,7 +413,7 @@ def test_sample_already_running_in_another_engine_is_rejected(open_router: OpenR
     assert router.num_running == 2
 
 
-def test_sleeping_engines_wake_and_go_on(open_router: OpenRouter, gate: Gate) -> None:
+def test_sleeping_engines_wake_and_continue(open_router: OpenRouter, gate: Gate) -> None:
     gate.shut(8)
     router, sites = open_router(2)
     request = make_request(1, max_new_tokens=60)

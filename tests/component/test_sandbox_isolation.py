@@ -12,7 +12,7 @@ from relax_events.sandbox import Isolation, isolation, require_isolation
 
 
 @pytest.fixture(autouse=True)
-def looked_for_anew() -> Iterator[None]:
+def forget_isolation() -> Iterator[None]:
     """Nothing is remembered of walls that were found before, and nothing is left."""
     isolation.find_isolation.cache_clear()
     yield

@@ -196,10 +196,10 @@ def test_run_trains_on_all_media_and_hostile_files_fail_only_their_own_rows(
         for event in events_of(bootstrap_servers, run_id, control_prompt_group_outcomes=1)
         if isinstance(event, PromptGroupEnded)
     ]
-    (guests_end,) = [event for event in outcomes if event.prompt_group_id == GUEST]
-    assert guests_end.outcome == "failed"
-    assert gone in guests_end.reason
-    assert "there is no such object" in guests_end.reason
+    (external_outcome,) = [event for event in outcomes if event.prompt_group_id == GUEST]
+    assert external_outcome.outcome == "failed"
+    assert gone in external_outcome.reason
+    assert "there is no such object" in external_outcome.reason
 
     config = load_run_config(media_run, environment={})
     samples = [

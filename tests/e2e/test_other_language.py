@@ -114,7 +114,7 @@ def test_external_java_producer_gets_samples_of_its_own_prompts(
 ) -> None:
     asked = ask()
     assert {line["event"] for line in asked.lines} == set(KINDS)
-    check_guests(asked)
+    check_external_groups(asked)
     outcomes = report_of(run_file.parent, run_id)["outcomes"]
     assert (outcomes["trained"], outcomes["filtered"], outcomes["failed"]) == (20, 0, 0)
     checked = relax(
@@ -140,7 +140,7 @@ def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
         asked = ask(f"broker.schema_registry={url}")
         versions = {name: client.get_versions(name) for name in client.get_subjects()}
     assert versions == {name: [1] for name in current_release(schema_directory()).schemas}
-    check_guests(asked)
+    check_external_groups(asked)
     checked = relax("schemas", "check", run_file, f"broker.bootstrap_servers={bootstrap_servers}")
     first, *unreleased = (
         checked.out.splitlines()
@@ -155,7 +155,7 @@ def is_late(line: Mapping[str, str]) -> bool:
     return line["outcome"] == "expired" and line["reason"].endswith("were scored")
 
 
-def check_guests(asked: Asked) -> None:
+def check_external_groups(asked: Asked) -> None:
     """See that each prompt got its samples and an end, and that Java read in every one of them what
     Python reads."""
     lines, events = asked.lines, asked.events

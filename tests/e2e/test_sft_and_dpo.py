@@ -170,7 +170,7 @@ def samples_of(run: FinishedRun) -> list[SampleRolledOut]:
     ]
 
 
-def assert_every_seat_was_trained(run: FinishedRun, *, size: int) -> None:
+def assert_every_sample_was_trained(run: FinishedRun, *, size: int) -> None:
     report = report_on(run)
     assert (report["succeeded"], report["steps"], report["ledger_problems"]) == (True, STEPS, [])
     outcomes = report["outcomes"]
@@ -191,7 +191,7 @@ def assert_every_seat_was_trained(run: FinishedRun, *, size: int) -> None:
 def test_sft_learns_answers_and_a_killed_rollout_worker_loses_no_sample(
     answers_run: FinishedRun,
 ) -> None:
-    assert_every_seat_was_trained(answers_run, size=1)
+    assert_every_sample_was_trained(answers_run, size=1)
     logged = log_of(answers_run.run_file.parent, answers_run.config.run.id, "rollout-0")
     assert [line["event"] for line in logged].count("worker.started") == 2
     losses = report_on(answers_run)["curves"]["loss"]
@@ -248,7 +248,7 @@ def test_sft_run_reports_no_rewards_and_is_evaluated_by_generation(
 
 
 def test_dpo_increases_the_reward_margin_of_pairs(pairs_run: FinishedRun) -> None:
-    assert_every_seat_was_trained(pairs_run, size=2)
+    assert_every_sample_was_trained(pairs_run, size=2)
     curves = report_on(pairs_run)["curves"]
     assert curves["loss"][0] == pytest.approx(
         0.6931472, abs=1e-4

@@ -53,7 +53,7 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
         for end in ends
         if isinstance(end, PromptGroupEnded) and end.outcome is Outcome.EXPIRED
     }
-    rows = [event.row for name, event in issued.items() if not _takes_the_seat_of(name, expired)]
+    rows = [event.row for name, event in issued.items() if not _replaces_one_of(name, expired)]
     assert len(rows) == len(set(rows))
     passed_over = {
         int(row): reason for event in issued.values() for row, reason in event.skipped_rows.items()
@@ -68,6 +68,6 @@ def test_chosen_prompts_are_each_issued_once_when_the_prompter_dies(
     )
 
 
-def _takes_the_seat_of(prompt_group_id: str, ended: set[str]) -> bool:
+def _replaces_one_of(prompt_group_id: str, ended: set[str]) -> bool:
     group_index, _, attempt = prompt_group_id.rpartition("-")
     return f"{group_index}-{int(attempt) - 1}" in ended

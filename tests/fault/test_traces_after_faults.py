@@ -126,12 +126,14 @@ def test_trained_prompt_groups_are_traced_and_a_lost_collector_is_tolerated(
     for step in steps:
         assert_is_traced(step, collector)
     trained = {name for step in steps for name in step.prompt_group_ids}
-    taken_up = {
+    resumed_work = {
         span.facts["relax.prompt_group_id"]: span.key[0]
         for span in collector.named("generate prompt.groups")
         if redelivered(span)
     }
-    assert taken_up.keys() & trained, (
+    assert resumed_work.keys() & trained, (
         "what the killed worker held was trained, and is among the traced"
     )
-    assert_shows_the_whole_path(traces_of(collector)[taken_up[min(taken_up.keys() & trained)]])
+    assert_shows_the_whole_path(
+        traces_of(collector)[resumed_work[min(resumed_work.keys() & trained)]]
+    )

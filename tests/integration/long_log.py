@@ -121,7 +121,7 @@ class LongLog:
         for number in range(self._reports):
             worker_id, values = (
                 f"rollout-{number % WORKERS}",
-                {f"figure_{number}": 0.5 for number in range(8)},
+                {f"metric_{number}": 0.5 for number in range(8)},
             )
             yield (
                 "control.metrics.rollout",
@@ -192,7 +192,7 @@ class LongLog:
                 for partition in range(self._plan.num_sample_partitions)
             ],
             staleness_counts=[count],
-            metrics={f"figure_{number}": 0.5 for number in range(30)} | {"reward_mean": 0.5},
+            metrics={f"metric_{number}": 0.5 for number in range(30)} | {"reward_mean": 0.5},
             phase_seconds={"wait": 1.0, "forward_backward": 90.0, "update": 1.0},
             weights_digest=bytes(32),
             checkpoint=checkpoint,

@@ -84,11 +84,11 @@ class Trainer:
             **seconds,
         )
         self.broadcaster = Broadcaster(
-            config, metrics=self.metrics.weights, announce=self._tell, last_list=last_list
+            config, metrics=self.metrics.weights, announce=self._announce, last_list=last_list
         )
         self._transport = BroadcastPublisher(store, self.broadcaster)
 
-    def _tell(self, enlisted: BroadcastMembership) -> None:
+    def _announce(self, enlisted: BroadcastMembership) -> None:
         self.lists.append(enlisted)
         for listener in self.listeners:
             listener(enlisted)

@@ -386,7 +386,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
     return fetch_axe(tmp_path_factory.mktemp("axe"))
 
 
-def test_page_beside_a_run_starts_when_someone_connects_and_ends_with_the_run(
+def test_page_next_to_a_run_starts_when_someone_connects_and_ends_with_the_run(
     written: WrittenRun, tmp_path: Path
 ) -> None:
     run_file = tmp_path / "run.json"

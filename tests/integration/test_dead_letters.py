@@ -134,7 +134,7 @@ def records_of(written: WrittenRun, entity: str) -> list[Record]:
         reader.close()
 
 
-def letters_of(written: WrittenRun, *, roles: tuple[str, ...] = ()) -> list[DeadLetter]:
+def dead_letters_of(written: WrittenRun, *, roles: tuple[str, ...] = ()) -> list[DeadLetter]:
     with RunLog(written.config, name="test") as log:
         return read_dead_letters(log, roles=roles)
 
@@ -170,14 +170,14 @@ def test_dead_letters_are_listed_with_reason_and_origin(
     written.write_bytes("rollout.samples", b"garbage", group_id=GROUP, version=0)
     dead_letter("reward", "rollout.samples", CorruptRecord("no event"))
     dead_letter("advantage", "rollout.samples", PoisonSample("no good"))
-    entries = letters_of(written)
+    entries = dead_letters_of(written)
     topic = written.plan.topic("rollout.samples")
     assert [(entry.id, entry.error_class, entry.error_text) for entry in entries] == [
         ("reward@0", "CorruptRecord", "no event"),
         ("advantage@0", "PoisonSample", "no good"),
     ]
     assert {entry.origin for entry in entries} == {f"{topic}[0]@0"}
-    assert [entry.id for entry in letters_of(written, roles=("advantage",))] == ["advantage@0"]
+    assert [entry.id for entry in dead_letters_of(written, roles=("advantage",))] == ["advantage@0"]
     with RunLog(written.config, name="test") as log:
         entry, record = read_dead_letter(log, "reward@0")
         assert (entry.num_bytes, record.value) == (7, b"garbage")
@@ -200,7 +200,7 @@ def test_requeue_writes_the_record_back_unchanged_and_only_once(
     assert requeue_all(written) == 1
     first, second = records_of(written, "rollout.samples")
     assert replace(second, offset=first.offset, timestamp_ms=first.timestamp_ms) == first
-    assert [(entry.id, entry.resolution) for entry in letters_of(written)] == [
+    assert [(entry.id, entry.resolution) for entry in dead_letters_of(written)] == [
         ("reward@0", "requeued")
     ]
     assert requeue_all(written) == 0
@@ -217,7 +217,7 @@ def test_dropped_dead_letter_keeps_its_reason(
     dead_letter("reward", "rollout.samples", PoisonSample("no good"))
     with RunLog(written.config, name="test") as log:
         assert drop(log, read_dead_letters(log), written.producer, reason="written by a test") == 1
-    (entry,) = letters_of(written)
+    (entry,) = dead_letters_of(written)
     assert (entry.resolution, entry.resolution_reason) == ("dropped", "written by a test")
     assert requeue_all(written) == 0
     assert len(records_of(written, "rollout.samples")) == 1
@@ -242,7 +242,7 @@ def test_requeue_rejects_a_dead_letter_with_a_forged_origin_topic(
     ):
         requeue_all(written)
     assert len(records_of(written, "rollout.samples")) == 1
-    assert letters_of(written)[0].resolution == ""
+    assert dead_letters_of(written)[0].resolution == ""
 
 
 @pytest.mark.parametrize(

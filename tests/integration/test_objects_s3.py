@@ -110,7 +110,9 @@ def test_worker_waits_for_an_unavailable_bucket_and_retries_the_same_object(
         outages.stop_waiting()
 
 
-def test_calls_fail_when_nobody_listens(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_fail_when_no_server_listens(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT", "http://127.0.0.1:1")
     store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)
     with pytest.raises(StoreUnavailable, match="can't look up s3://bucket/"):

@@ -98,7 +98,7 @@ class Program(ABC):
         """Return a message of the user."""
         return {"role": "user", "content": self.content(text, *images)}
 
-    def go_on(self, step: int, index: int, *images: bytes) -> None:
+    def continue_conversation(self, step: int, index: int, *images: bytes) -> None:
         """Change the history before the next call: edit a message at step 1, begin again with a
         summary at step 2, and answer the tool calls, if there are any, at others."""
         if step == 1:

@@ -97,7 +97,7 @@ async def look(session: Session, rng: random.Random, kind: type[Program]) -> lis
         if step == 0 and kind is not StoredResponsesProgram:
             program.history = before
             continue
-        program.go_on(step, rng.randrange(12), *images)
+        program.continue_conversation(step, rng.randrange(12), *images)
     return shown
 
 

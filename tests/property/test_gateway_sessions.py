@@ -98,7 +98,7 @@ async def talk(session: Session, rng: random.Random, kind: type[Program]) -> Non
         if step == 0 and kind is not StoredResponsesProgram:  # a retry: the answer was lost
             program.history = before
             continue
-        program.go_on(step, rng.randrange(12))
+        program.continue_conversation(step, rng.randrange(12))
 
 
 def check_session(renderer: ChatRenderer, kind: type[Program], seed: int) -> None:

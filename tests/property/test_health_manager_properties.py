@@ -325,7 +325,7 @@ def test_deadlocked_run_is_restored_and_finally_aborted() -> None:
     )
 
 
-def test_standstill_timeout_starts_anew_after_a_long_train_step() -> None:
+def test_standstill_timeout_starts_again_after_a_long_train_step() -> None:
     world = World(workers(), commits=False)
     waiting(world)
     world.run(STUCK // TURN)

@@ -131,7 +131,7 @@ class RoutingMachine(RuleBasedStateMachine):
             assert self.router.policy_version == before + 1
 
     @rule(picks=st.sets(st.integers(0, 15), min_size=1))
-    def abort_and_go_on(self, picks: set[int]) -> None:
+    def abort_and_continue(self, picks: set[int]) -> None:
         """Abort some of those that run; numbers choose them, since which ones run is a matter of
         time, and nothing that is sampled may be."""
         running = sorted(self.running)

@@ -166,7 +166,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.zombies)
     @rule(pick=indices, turns=st.integers(1, 8))
-    def zombie_goes_on(self, pick: int, turns: int) -> None:
+    def zombie_continues(self, pick: int, turns: int) -> None:
         zombie = self.zombies[pick % len(self.zombies)]
         for _ in range(turns):
             if zombie.is_running:
@@ -185,7 +185,7 @@ class WorkerMachine(RuleBasedStateMachine):
         outcome=st.sampled_from(list(Outcome)),
         entity=st.sampled_from(TRAINER_INPUTS),
     )
-    def stranger_ends_what_is_none(self, name: str, outcome: Outcome, entity: str) -> None:
+    def unknown_id_is_ended(self, name: str, outcome: Outcome, entity: str) -> None:
         """An unknown producer requests the end of a prompt group that does not exist, or reports
         one as trained."""
         is_trained = outcome is Outcome.TRAINED

@@ -278,9 +278,9 @@ class ServerLifecycle:
         """Continue with the old version after a failed load; a server that no longer has it is
         lost.
         """
-        can_go_on = self._is_proven and (self._group is None or not self._group.is_broken)
+        can_continue = self._is_proven and (self._group is None or not self._group.is_broken)
         with suppress(ServerUnavailable, ServerRejected):
-            if not can_go_on:
+            if not can_continue:
                 raise ServerRejected("nothing proves which weights the server holds")
             await self._verify(self._expected)
             await self._client.resume()
@@ -288,7 +288,7 @@ class ServerLifecycle:
             return
         self._lose(
             "after a failed load of weights it has neither version"
-            if can_go_on
+            if can_continue
             else "after a failed load of weights nothing proves which version it has"
         )
 

@@ -75,11 +75,11 @@ def guess_columns(rows: Sequence[Row], *, prompt: str = "", answer: str = "") ->
         if name and all(value_at(row, name) is None for row in rows):
             raise ConfigError(f"the dataset has no column {name!r}, only {names}")
     if not prompt and {"chosen", "rejected"} <= rows[0].keys():
-        raise ConfigError(_learnt("preference pairs", "configs/dpo.toml"))
+        raise ConfigError(_describe_data_to_learn("preference pairs", "configs/dpo.toml"))
     chosen = prompt or next((name for name in PROMPTS if _all(rows, name, _is_prompt)), "")
     if not chosen:
         if any(_all(rows, name, _is_conversation) for name in ("messages", "conversations")):
-            raise ConfigError(_learnt("whole conversations", "configs/sft.toml"))
+            raise ConfigError(_describe_data_to_learn("whole conversations", "configs/sft.toml"))
         raise ConfigError(
             f"no column of the dataset looks like a prompt, only {names}; name it: --prompt COLUMN"
         )
@@ -93,7 +93,7 @@ def guess_columns(rows: Sequence[Row], *, prompt: str = "", answer: str = "") ->
     return Columns(chosen, answer or next(answers, ""), media)
 
 
-def _learnt(what: str, example: str) -> str:
+def _describe_data_to_learn(what: str, example: str) -> str:
     return (
         f"the dataset brings {what} to learn from, not prompts to answer; begin with {example}, "
         "and see docs/how-to/supervised-fine-tuning.md"

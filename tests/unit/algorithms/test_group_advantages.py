@@ -197,10 +197,10 @@ def test_teacher_log_ratio_adjusts_the_advantage_of_each_token() -> None:
     # policy - teacher at the loss tokens: 0.5, -1, 2 | -1 | 0.5, -1, on top of the centred rewards
     # -2, -1, 3, or of nothing.
     given = samples([1, 2, 6], with_logprobs=True)
-    beside_rewards = estimate(
+    next_to_rewards = estimate(
         given, normalise_std=False, distill_coefficient=0.5, distill_placement="advantage"
     )
-    assert beside_rewards == [[0, -2.25, -1.5, 0, -3.0], [0, 0, -0.5], [0, 2.75, 3.5]]
+    assert next_to_rewards == [[0, -2.25, -1.5, 0, -3.0], [0, 0, -0.5], [0, 2.75, 3.5]]
     assert estimate(given, name="opd") == [[0, -0.5, 1.0, 0, -2.0], [0, 0, 1.0], [0, -0.5, 1.0]]
     with pytest.raises(
         RewardError,

@@ -48,17 +48,19 @@ def test_algorithm_settings_are_valid_for_the_quickstart(name: str) -> None:
 
 
 def test_curve_uses_evaluation_rewards_or_else_step_rewards() -> None:
-    steps = curves.learnt_of(report_of([0.2, None, 0.9]), "grpo", 0)
+    steps = curves.read_learning_curve(report_of([0.2, None, 0.9]), "grpo", 0)
     assert (list(steps.curve.steps), steps.first, steps.num_steps_to_aim) == ([0, 1, 2], 0.2, 2)
     assert steps.last == pytest.approx((0.2 + 0.9) / 2)
-    evaluated = curves.learnt_of(report_of([0.1, 0.9], [(0, 0.25), (10, 0.75)]), "grpo", 0)
+    evaluated = curves.read_learning_curve(
+        report_of([0.1, 0.9], [(0, 0.25), (10, 0.75)]), "grpo", 0
+    )
     assert (
         list(evaluated.curve.steps),
         list(evaluated.curve.rewards),
         evaluated.num_steps_to_aim,
     ) == ([0, 10], [0.25, 0.75], None)
     with pytest.raises(ValueError, match="the run of grpo with seed 3 reports neither"):
-        curves.learnt_of(report_of([None]), "grpo", 3)
+        curves.read_learning_curve(report_of([None]), "grpo", 3)
 
 
 def test_finished_run_is_reused_until_its_settings_change(
@@ -114,7 +116,7 @@ def test_page_reports_which_algorithms_learned_the_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learned = [
-        curves.learnt_of(report_of(rewards), name, 0)
+        curves.read_learning_curve(report_of(rewards), name, 0)
         for name, rewards in {"grpo": [0.2, 0.9], "dapo": [0.2, 0.7]}.items()
     ]
     curves.publish(learned, num_steps=2, num_seeds=1, folder=tmp_path)

@@ -44,7 +44,7 @@ def run_with(**sections: dict[str, Any]) -> RunConfig:
 
 
 @pytest.mark.parametrize(("sections", "message"), REFUSED)
-def test_turns_that_nobody_can_take_are_refused(sections: dict[str, Any], message: str) -> None:
+def test_turns_without_a_worker_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_with(**sections)
 

@@ -139,7 +139,7 @@ def test_zoom_of_deepeyes_cuts_the_box_and_widens_small_ones() -> None:
         ('{"name": "a", "arguments": 3}', "are no object"),
     ],
 )
-def test_wrong_tool_call_of_deepeyes_is_told_to_the_policy(call: str, said: str) -> None:
+def test_wrong_tool_call_of_deepeyes_is_answered(call: str, said: str) -> None:
     reply = deepeyes(f"<tool_call>{call}</tool_call>", metadata={}, files=[image_file()])
     assert reply is not None
     assert said in reply.text

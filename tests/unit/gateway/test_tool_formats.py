@@ -128,7 +128,7 @@ def test_values_of_xml_are_typed_by_the_schema_of_the_tool() -> None:
     ]
 
 
-def test_a_good_call_beside_a_malformed_one_is_read() -> None:
+def test_a_good_call_next_to_a_malformed_one_is_read() -> None:
     parsed = parse_reply(f"<tool_call>x</tool_call>{HERMES}", style=FORMATS["hermes"], tools=TOOLS)
     assert parsed.content == "<tool_call>x</tool_call>"
     assert (len(parsed.calls), parsed.malformed) == (1, ("not_json",))

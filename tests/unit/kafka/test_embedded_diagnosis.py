@@ -38,7 +38,7 @@ def test_explain_death_gives_the_last_lines_when_the_cause_is_unknown(tmp_path: 
         ),
     ],
 )
-def test_explain_death_names_the_cause_when_the_log_tells(
+def test_explain_death_names_the_cause_that_the_log_shows(
     tmp_path: Path, line: str, said: str
 ) -> None:
     error = explain(tmp_path, f"start\n{line}\n" + "more\n" * 50)

@@ -160,14 +160,14 @@ def test_queue_bound_stops_at_the_first_unfinished_or_retained_group() -> None:
         PLAN, records, ended=ended_ids - {"000001-0000-0"}, trained=trained, before_version=4
     )
     assert without_one[QUEUE, 0] == 1
-    seat_open = queue_bounds(
+    slot_open = queue_bounds(
         PLAN,
         records,
         ended=ended_ids,
         trained={slot: step for slot, step in trained.items() if step},
         before_version=4,
     )
-    assert seat_open[QUEUE, 0] == 0
+    assert slot_open[QUEUE, 0] == 0
 
 
 def test_queue_bound_keeps_the_record_with_the_highest_dataset_row() -> None:

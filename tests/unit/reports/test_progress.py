@@ -49,14 +49,16 @@ def state_of(*steps: float, since: float = 100.0) -> RunState:
     return state
 
 
-def figures_of(state: RunState, since: float = 100.0, *, num_steps: int = 4) -> ProgressMetrics:
+def compute_progress(
+    state: RunState, since: float = 100.0, *, num_steps: int = 4
+) -> ProgressMetrics:
     return ProgressMetrics.from_state(
         run_config(num_steps=num_steps), state, lag=LAG, since_micros=int(since * 1e6)
     )
 
 
 def test_progress_metrics_compute_rates_and_remaining_time_between_commits() -> None:
-    status = figures_of(state_of(1.0, 2.0, 5.0), num_steps=7)
+    status = compute_progress(state_of(1.0, 2.0, 5.0), num_steps=7)
     assert (status.step, status.num_steps, status.policy_version, status.num_lagging) == (
         3,
         7,
@@ -75,22 +77,22 @@ def test_progress_metrics_compute_rates_and_remaining_time_between_commits() -> 
 
 def test_progress_metrics_show_only_learning_metrics_of_the_step() -> None:
     state = state_of(1.0)
-    assert list(figures_of(state).learning_metrics) == ["reward", "loss", "kl"]
+    assert list(compute_progress(state).learning_metrics) == ["reward", "loss", "kl"]
     for name in ("reward_mean", "kl_estimate"):
         del state.steps[0].metrics[name]
-    assert figures_of(state).learning_metrics == {"loss": 0.25}
-    assert list(figures_of(state_of()).learning_metrics) == ["reward", "loss", "kl"]
+    assert compute_progress(state).learning_metrics == {"loss": 0.25}
+    assert list(compute_progress(state_of()).learning_metrics) == ["reward", "loss", "kl"]
 
 
 def test_progress_metrics_exclude_earlier_sessions_of_a_resumed_run() -> None:
     state = state_of(-5000.0, -4999.0, 1.0, 3.0, since=10_000.0)
-    status = figures_of(state, since=10_000.0, num_steps=5)
+    status = compute_progress(state, since=10_000.0, num_steps=5)
     assert status.tokens_per_second == pytest.approx(50.0)
     assert status.remaining_seconds == pytest.approx(2.0)
 
 
 def test_progress_metrics_of_a_single_step_use_its_phase_times() -> None:
-    assert figures_of(state_of(1.0)).tokens_per_second == pytest.approx(200.0)
+    assert compute_progress(state_of(1.0)).tokens_per_second == pytest.approx(200.0)
 
 
 def test_progress_metrics_are_none_before_the_first_step_or_without_reports() -> None:
@@ -104,7 +106,7 @@ def test_progress_metrics_are_none_before_the_first_step_or_without_reports() ->
     ) == (0, None, None, None, None)
     state = state_of(1.0)
     state.steps[0].metrics.clear()
-    bare = figures_of(state)
+    bare = compute_progress(state)
     assert (bare.reward, bare.loss, bare.rewards, bare.tokens_per_second) == (None, None, (), 0.0)
 
 
@@ -206,7 +208,7 @@ def sampled(
     panel = ProgressPanel(
         run_id="shown",
         elapsed_seconds=61,
-        metrics=replace(figures_of(state_of(1.0, 2.0)), phase_ratios=phases),
+        metrics=replace(compute_progress(state_of(1.0, 2.0)), phase_ratios=phases),
         workers=workers,
         lag=LAG,
         num_slots=num_slots,

@@ -53,7 +53,7 @@ def test_gpqa_gives_zero_reward_when_no_choice_was_made(completion: str) -> None
     ] == [0.0] * 4
 
 
-def test_gpqa_accepts_letters_up_to_z_without_listed_choices() -> None:
+def test_gpqa_accepts_choices_up_to_z_without_a_list() -> None:
     assert gpqa("Answer: X", answer="X", metadata={}, prompt="") == 1.0
 
 
