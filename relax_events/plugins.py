@@ -1,5 +1,5 @@
 """Finds and loads plugins: roles, engines, trainer backends, optimizers, rewards, environments,
-algorithms and trackers.
+algorithms, trackers and exporters of samples.
 
 A plugin is an installed entry point, or `path/to/file.py:Name`, which needs no package.
 """
@@ -31,6 +31,7 @@ ALGORITHMS = "relax_events.algorithms"
 TRACKERS = "relax_events.trackers"
 OPTIMIZERS = "relax_events.optimizers"
 PROMPT_SOURCES = "relax_events.prompt_sources"
+EXPORTERS = "relax_events.exporters"
 CLASS, FUNCTION = type, Callable
 NAMES = {CLASS: "class", FUNCTION: "function"}
 

@@ -14,7 +14,7 @@ from relax_events.cli.sample_rendering import Which
 
 if TYPE_CHECKING:
     from relax_events.history.run_log import RunLog
-    from relax_events.history.samples.view import SampleLine, SampleView
+    from relax_events.history.samples.view import SampleLine
 
 app = App(
     name="samples",
@@ -95,7 +95,6 @@ def show(
     *overrides: str,
     tokens: bool = False,
     output: Output = "table",
-    output_file: Path | None = None,
 ) -> None:
     """Show a sample: the conversation, its reward, its outcome, and its tokens with --tokens.
 
@@ -107,7 +106,6 @@ def show(
         overrides: section.key=value, overrides the run file.
         tokens: Add a table of all tokens with their log-probabilities, advantages and loss mask.
         output: Text to read, or JSON for programs.
-        output_file: Write an HTML page instead, with images, videos and audio.
     """
     from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import note_unreadable, open_run_log
@@ -117,21 +115,10 @@ def show(
     with open_run_log(config, overrides, name="samples") as log:
         detail = read_detail(log, sample_id, with_tokens=tokens)
         note_unreadable(log)
-        if output_file is not None:
-            _write_page(log, detail.view, output_file)
-            return
     if output == "json":
         print_json(sample_document(detail))
     else:
         print_sample(detail)
-
-
-def _write_page(log: RunLog, view: SampleView, path: Path) -> None:
-    from relax_events.reports.sample_page import SamplePage
-
-    with SamplePage(log, path) as page:
-        page.add(view)
-    print(f"wrote sample {view.sample.sample_id} to {path}")
 
 
 @app.command
@@ -144,10 +131,10 @@ def export(
     media: Path | None = None,
     last: int = 0,
     limit: int | None = None,
-    layout: Literal["rows", "atif"] = "rows",
+    exporter: str = "",
 ) -> None:
-    """Write samples into a .jsonl or .parquet file, with their media next to it, or into an .html
-    page that shows them.
+    """Write samples into a .jsonl or .parquet file, with their media next to it, or by another
+    exporter.
 
     Example: relax samples export configs/quickstart.toml --output-file samples.jsonl --reward 0.9..
 
@@ -160,64 +147,25 @@ def export(
         media: Folder for images, videos and audio; by default `<file>-media` next to the file.
         last: Write only so many of the newest samples.
         limit: End after so many samples.
-        layout: What a line of JSON is: a row, or a trajectory of ATIF 1.7, as other tools for
-            agents read it.
+        exporter: What writes the rows: an installed exporter, or path/to/file.py:function; by
+            default the one of the file's suffix.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
     from relax_events.history.samples.reader import read_last_samples, read_samples
-    from relax_events.reports.sample_export import open_export
+    from relax_events.reports.sample_export import export_samples
 
     wanted = which.as_filter()
     with open_run_log(config, overrides, name="samples") as log:
         views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
-        with (
-            reader_may_leave() if output_file is None else nullcontext(),
-            open_export(log, output_file, media=media, tokens=tokens, layout=layout) as exported,
-        ):
-            for view in islice(views, limit):
-                exported.add(view)
+        with reader_may_leave() if output_file is None else nullcontext():
+            rows = export_samples(
+                log,
+                islice(views, limit),
+                output_file,
+                exporter=exporter,
+                media=media,
+                tokens=tokens,
+            )
         note_unreadable(log)
     if output_file is not None:
-        print(
-            f"wrote {exported.num_rows} samples to {output_file}, with {exported.num_media} media"
-        )
-
-
-@app.command
-def trace(
-    config: Path,
-    *overrides: str,
-    endpoint: str,
-    which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
-    content: bool = False,
-    last: int = 0,
-    limit: int | None = None,
-) -> None:
-    """Send samples to a collector of OpenTelemetry: agent, calls of the model, and tools as spans.
-
-    Example: relax samples trace configs/quickstart.toml --endpoint http://localhost:4318/v1/traces
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        endpoint: The collector's address for traces, OTLP over HTTP.
-        which: Which samples.
-        content: Add what was said, and what tools were given and returned.
-        last: Send only so many of the newest samples.
-        limit: End after so many samples.
-    """
-    from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.samples.reader import read_last_samples, read_samples
-    from relax_events.telemetry.traces import require_package
-
-    require_package("relax samples trace")
-    from relax_events.reports.episode_traces import EpisodeTracer
-
-    wanted = which.as_filter()
-    with open_run_log(config, overrides, name="samples") as log:
-        views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
-        with EpisodeTracer(log, endpoint, content=content) as tracer:
-            for view in islice(views, limit):
-                tracer.add(view)
-        note_unreadable(log)
-    print(f"sent {tracer.num_samples} samples as {tracer.num_spans} spans to {endpoint}")
+        print(f"wrote {rows.num_rows} samples to {output_file}, with {rows.num_media} media")

@@ -1,1 +1,1 @@
-"""What people look at: the terminal view, the run report, pages of samples."""
+"""What people look at: the terminal view, the run report, exported samples."""

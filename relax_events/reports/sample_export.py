@@ -1,5 +1,6 @@
-"""Exports samples into a file, one row each, with their media in a folder. Streaming: one sample is
-held at a time.
+"""Exports samples as rows, with their media in a folder; an exporter writes the rows (ADR 51).
+
+Streaming: one sample is held at a time.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ import mimetypes
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Literal, Protocol
+from typing import Any
 
 import orjson
 
-from relax_events.errors import ConfigError, ObjectError
+from relax_events.errors import ObjectError
 from relax_events.events.parts import (
     Array,
     ChatMessage,
@@ -28,128 +28,98 @@ from relax_events.events.parts import (
 from relax_events.history.run_log import RunLog
 from relax_events.history.samples.view import SampleView
 from relax_events.objects import ObjectStore, check_out
-from relax_events.reports.atif import TrajectoryBuilder
+from relax_events.plugins import EXPORTERS, FUNCTION, find_plugin, select_named
 from relax_events.reports.report_files import replace_file
-from relax_events.reports.sample_page import SamplePage
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "path_lengths")
 Row = dict[str, Any]
 
 
-class RowWriter(Protocol):
-    """Writes rows to a file, atomically."""
-
-    def write(self, row: Row) -> None:
-        """Add a row."""
-
-    def close(self, *, is_whole: bool) -> None:
-        """Close the file; an incomplete one is removed."""
-
-
-Layout = Literal["rows", "atif"]
-
-
-def open_export(
-    log: RunLog,
-    path: Path | None,
-    *,
-    media: Path | None = None,
-    tokens: bool = False,
-    layout: Layout = "rows",
-) -> Export | SamplePage:
-    """Open the export that the file's suffix names; arguments and errors as for `Export`. A page
-    embeds its media, and has no tokens.
+class SampleRows(Iterable[Row]):
+    """The rows of samples, whose media are saved on the way. A sample whose stored arrays or media
+    can't be read is skipped, counted and named.
     """
-    if path is None or path.suffix != ".html":
-        return Export(log, path, media=media, tokens=tokens, layout=layout)
-    if media is not None or tokens or layout != "rows":
-        raise ConfigError(
-            "a page embeds its media, and shows no tokens; leave out --media, --tokens and "
-            "--layout, or export .jsonl"
-        )
-    return SamplePage(log, path)
-
-
-class Export(AbstractContextManager["Export"]):
-    """An export into a `.jsonl` or `.parquet` file, or as JSON lines to stdout."""
 
     def __init__(
-        self,
-        log: RunLog,
-        path: Path | None,
-        *,
-        media: Path | None = None,
-        tokens: bool = False,
-        layout: Layout = "rows",
+        self, log: RunLog, views: Iterable[SampleView], media: MediaFolder, *, tokens: bool
     ) -> None:
-        """Open the file and the run's object store.
-
-        Args:
-            log: The run's log, which also counts unreadable records.
-            path: The file; stdout when None. Its suffix selects the format.
-            media: Folder for media; by default `<file>-media` next to the file, or `media` here.
-            tokens: Add the columns tokens, loss_mask, rollout_logprobs and path_lengths; to
-                trajectories the tokens of each turn.
-            layout: What a line is: a row of columns, or a trajectory of ATIF.
-        Raises:
-            ConfigError: The file has another suffix, or one that trajectories can't have, or the
-                object store can't be opened.
-            EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
-        """
-        if layout == "atif" and path is not None and path.suffix != ".jsonl":
-            raise ConfigError(
-                f"trajectories are JSON: --output-file must end in .jsonl, got {path}"
-            )
-        self._log, self._tokens = log, tokens
-        self._trajectories = (
-            TrajectoryBuilder.from_config(log.config, tokens=tokens) if layout == "atif" else None
-        )
-        self._store = ObjectStore.open(
-            log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases
-        )
-        base = Path() if path is None else path.parent
-        self._media = MediaFolder(
-            media or (Path("media") if path is None else base / f"{path.stem}-media"),
-            base=base,
-            store=self._store,
-        )
-        self._writer = open_writer(path, tokens=tokens)
+        self._log, self._views, self._media, self._tokens = log, views, media, tokens
         self.num_rows = 0
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._writer.close(is_whole=kind is None)
 
     @property
     def num_media(self) -> int:
-        """Number of exported media files."""
+        """Number of saved media files."""
         return len(self._media.saved)
 
-    def add(self, view: SampleView) -> None:
-        """Write a sample; one whose stored arrays or media can't be read is skipped, counted and
-        named.
-        """
-        try:
-            row = self._build(view)
-        except ObjectError as error:
-            self._log.unreadable.add(view.position, error)
-            return
-        self._writer.write(row)
-        self.num_rows += 1
+    def __iter__(self) -> Iterator[Row]:
+        for view in self._views:
+            try:
+                row = self._build(view)
+            except ObjectError as error:
+                self._log.unreadable.add(view.position, error)
+                continue
+            self.num_rows += 1
+            yield row
 
     def _build(self, view: SampleView) -> Row:
-        save = self._media.save
-        if self._trajectories is not None:
-            return self._trajectories.build(view, check_out(view.sample, self._store), save)
-        row = build_row(view, newest_version=self._log.newest_version, save=save)
+        row = build_row(view, newest_version=self._log.newest_version, save=self._media.save)
         if self._tokens:
-            whole = check_out(view.sample, self._store)
+            whole = check_out(view.sample, self._media.store)
             row |= {name: getattr(whole, name) for name in TOKEN_COLUMNS}
         return row
+
+
+def export_samples(
+    log: RunLog,
+    views: Iterable[SampleView],
+    path: Path | None,
+    *,
+    exporter: str = "",
+    media: Path | None = None,
+    tokens: bool = False,
+) -> SampleRows:
+    """Write samples into a file that appears when it is whole, or to stdout; return their counts.
+
+    Args:
+        log: The run's log, which also counts unreadable records.
+        views: The samples.
+        path: The file; None leaves it to the exporter where the rows go.
+        exporter: An entry point of the group `relax_events.exporters`, or
+            `path/to/file.py:function`; by default the one that the file's suffix names, or JSON
+            lines. It is called with the rows, and with `path` and `tokens` if it names them.
+        media: Folder for media; by default `<file>-media` next to the file, or `media` here.
+        tokens: Add the columns tokens, loss_mask, rollout_logprobs and path_lengths.
+    Raises:
+        ConfigError: There is no such exporter, or the object store can't be opened.
+        EnvironmentProblem: The exporter needs a package that is not installed.
+    """
+    name = exporter or ("jsonl" if path is None else path.suffix.removeprefix("."))
+    what = f"exporter {name!r}" if exporter else f"an exporter for --output-file {path}"
+    write = find_plugin(EXPORTERS, name, what=what, accepts=FUNCTION).load()
+    base = Path() if path is None else path.parent
+    folder = media or (Path("media") if path is None else base / f"{path.stem}-media")
+    store = ObjectStore.open(log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases)
+    rows = SampleRows(log, views, MediaFolder(folder, base=base, store=store), tokens=tokens)
+    part = path and path.with_name(f".{path.name}.{os.getpid()}.part")
+    offered = {"path": part, "tokens": tokens}
+    base.mkdir(parents=True, exist_ok=True)
+    try:
+        write(rows, **{name: offered[name] for name in select_named(write, offered)})
+        if path is not None and part is not None:
+            part.replace(path)
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
+    return rows
+
+
+def write_json_lines(rows: Iterable[Row], *, path: Path | None) -> None:
+    """Write rows as JSON, one a line; to stdout without a path."""
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    with nullcontext(sys.stdout.buffer) if path is None else path.open("wb") as file:
+        for row in rows:
+            file.write(orjson.dumps(row, option=option))
+        file.flush()
 
 
 def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef], str]) -> Row:
@@ -211,7 +181,7 @@ class MediaFolder:
     """Media by content, each fetched and verified once."""
 
     def __init__(self, folder: Path, *, base: Path, store: ObjectStore) -> None:
-        self._folder, self._base, self._store = folder, base, store
+        self._folder, self._base, self.store = folder, base, store
         self.saved: dict[bytes, str] = {}
 
     def save(self, media: MediaRef) -> str:
@@ -229,53 +199,7 @@ class MediaFolder:
             if not path.exists():
                 self._folder.mkdir(parents=True, exist_ok=True)
                 replace_file(
-                    path, self._store.get(ObjectRef(media.uri, media.digest, media.num_bytes))
+                    path, self.store.get(ObjectRef(media.uri, media.digest, media.num_bytes))
                 )
             self.saved[media.digest] = os.path.relpath(path, self._base)
         return self.saved[media.digest]
-
-
-def open_writer(path: Path | None, *, tokens: bool) -> RowWriter:
-    """Open a writer of the format that the file's suffix names.
-
-    Raises:
-        ConfigError: The suffix is unknown.
-        EnvironmentProblem: Parquet is wanted and pyarrow is not installed.
-    """
-    if path is not None and path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"--output-file must end in .jsonl, .parquet or .html, got {path}")
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".parquet":
-            from relax_events.reports.sample_parquet import ParquetWriter
-
-            return ParquetWriter(path, tokens=tokens)
-    return JsonLinesWriter(path)
-
-
-class JsonLinesWriter:
-    """See `RowWriter`. Without a path it writes to stdout."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._part = path.with_name(f".{path.name}.{os.getpid()}.part") if path else None
-        self._stack = ExitStack()
-        self._file: BinaryIO = (
-            self._stack.enter_context(self._part.open("wb")) if self._part else sys.stdout.buffer
-        )
-
-    def write(self, row: Row) -> None:
-        """See `RowWriter.write`."""
-        self._file.write(
-            orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-        )
-
-    def close(self, *, is_whole: bool) -> None:
-        """See `RowWriter.close`."""
-        self._file.flush()
-        self._stack.close()
-        if self._part is not None and self._path is not None:
-            if is_whole:
-                self._part.replace(self._path)
-            else:
-                self._part.unlink()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from relax_events.data.parquet import pa, parquet
+from relax_events.errors import ConfigError
 
 ROWS_AT_ONCE = 256
 PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("path", pa.string())])
@@ -52,32 +54,21 @@ TOKEN_COLUMNS = {
 }
 
 
-class ParquetWriter:
-    """A `RowWriter` whose memory is that of one row group."""
+def write_parquet(rows: Iterable[dict[str, Any]], *, path: Path | None, tokens: bool) -> None:
+    """Write rows as Parquet; memory is that of one row group.
 
-    def __init__(self, path: Path, *, tokens: bool) -> None:
-        self._path, self._part = path, path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._schema = pa.schema(list((COLUMNS | (TOKEN_COLUMNS if tokens else {})).items()))
-        self._writer = parquet.ParquetWriter(self._part, self._schema, compression="zstd")
-        self._rows: list[dict[str, Any]] = []
+    Raises:
+        ConfigError: There is no path.
+    """
+    if path is None:
+        raise ConfigError("exporter 'parquet' writes a file; give --output-file")
+    schema = pa.schema(list((COLUMNS | (TOKEN_COLUMNS if tokens else {})).items()))
+    remaining = iter(rows)
+    with parquet.ParquetWriter(path, schema, compression="zstd") as file:
+        while batch := [_list_components(row) for row in islice(remaining, ROWS_AT_ONCE)]:
+            file.write_table(pa.Table.from_pylist(batch, schema=schema))
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Add a row."""
-        self._rows.append(row | {"reward_components": list(row["reward_components"].items())})
-        if len(self._rows) == ROWS_AT_ONCE:
-            self._write_rows()
 
-    def close(self, *, is_whole: bool) -> None:
-        """End the file; one that is not whole is removed."""
-        if is_whole:
-            self._write_rows()
-        self._writer.close()
-        if is_whole:
-            self._part.replace(self._path)
-        else:
-            self._part.unlink()
-
-    def _write_rows(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
-            self._writer.write_table(pa.Table.from_pylist(rows, schema=self._schema))
+def _list_components(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose map is a list of pairs, as pyarrow takes it."""
+    return row | {"reward_components": list(row["reward_components"].items())}

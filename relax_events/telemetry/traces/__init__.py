@@ -6,7 +6,7 @@ a collector.
 """
 
 from relax_events.telemetry.traces.api import NO_HEADERS, NOT_TRACED, TracedWork, Traces, Value
-from relax_events.telemetry.traces.factory import open_traces, require_package, require_tracing
+from relax_events.telemetry.traces.factory import open_traces, require_tracing
 
 __all__ = [
     "NOT_TRACED",
@@ -15,6 +15,5 @@ __all__ = [
     "Traces",
     "Value",
     "open_traces",
-    "require_package",
     "require_tracing",
 ]
