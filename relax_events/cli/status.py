@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions
 
 if TYPE_CHECKING:
-    from relax_events.reports.status import RunStatus
+    from relax_events.reports.status import RunView
 
 TURN_SECONDS = 0.5
 
@@ -45,14 +45,14 @@ def status(
             _print(reader.read(), with_workers=False)
 
 
-def _print(found: RunStatus, *, with_workers: bool = True) -> None:
+def _print(view: RunView, *, with_workers: bool = True) -> None:
     from relax_events.cli.output import print_table
     from relax_events.reports.terminal import format_progress
 
-    reason = f": {found.reason}" if found.reason else ""
-    print(f"run {found.run_id} {found.status}{reason}")
+    reason = f": {view.reason}" if view.reason else ""
+    print(f"run {view.run_id} {view.status}{reason}")
     if with_workers:
-        print(format_progress(found.progress, found.workers))
+        print(format_progress(view.progress, view.workers))
         columns = [
             "worker",
             "state",
@@ -63,7 +63,7 @@ def _print(found: RunStatus, *, with_workers: bool = True) -> None:
             "last heartbeat",
         ]
         print_table(
-            columns, [[_cell(value) for value in found.row(worker)] for worker in found.workers]
+            columns, [[_cell(value) for value in view.row(worker)] for worker in view.workers]
         )
 
 

@@ -11,7 +11,7 @@ from relax_events.dashboard.run_reader import RunReader
 from relax_events.dashboard.views import group_curves, recent_share
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.history.live_run import silent_micros
+from relax_events.projections.run_status import compute_silence_limit, find_live_workers
 
 MICROS = 1e6
 RECENT_STEPS = 20
@@ -157,16 +157,18 @@ def _of_learning(
 
 
 def _of_workers(fold: RunFold, now: int) -> Iterator[Alarm]:
-    limit = silent_micros(fold.config.workers)
+    workers = fold.config.workers
+    live = find_live_workers(fold.state, workers, now=now)
+    forgotten_before = now - 20 * compute_silence_limit(workers)
     alive = set()
     for heartbeat in fold.state.workers.values():
         if heartbeat.state is WorkerState.STOPPED or heartbeat.sent_at < fold.state.resumed_at:
             continue
-        if heartbeat.sent_at >= now - limit:
+        if heartbeat.worker_id in live:
             alive.add(heartbeat.role)
             if heartbeat.activity_deadline_at is not None and now > heartbeat.activity_deadline_at:
                 yield _stuck(heartbeat)
-        elif heartbeat.sent_at >= now - 20 * limit:
+        elif heartbeat.sent_at >= forgotten_before:
             yield Alarm(
                 "worker_silent",
                 "critical",

@@ -19,9 +19,13 @@ from relax_events.dashboard.sample_columns import (
     SampleQuery,
     SampleTable,
 )
-from relax_events.events.parts import FinishReason, WorkerState, now_micros
-from relax_events.history.live_run import silent_micros
-from relax_events.reports.status import RunStatus
+from relax_events.events.parts import FinishReason, now_micros
+from relax_events.projections.run_status import (
+    RunStatus,
+    compute_silence_limit,
+    decide_status,
+    find_live_workers,
+)
 from relax_events.reports.terminal_values import ProgressMetrics, WorkerTable
 
 MAX_POINTS = 1500
@@ -47,18 +51,6 @@ def to_json(values: Sequence[float]) -> list[float | None]:
     return [round(value, 9) if math.isfinite(value) else None for value in values]
 
 
-def run_status(fold: RunFold, *, now: int) -> str:
-    """Return `ended`, `running` or `interrupted`."""
-    if fold.state.ended is not None:
-        return "ended"
-    limit = now - silent_micros(fold.config.workers)
-    alive = any(
-        heartbeat.sent_at > limit and heartbeat.state is not WorkerState.STOPPED
-        for heartbeat in fold.state.workers.values()
-    )
-    return "running" if alive else "interrupted"
-
-
 def build_summary(reader: RunReader) -> dict[str, Any]:
     """Return the head of every page: the run's status and how far the reader is."""
     now = now_micros()
@@ -67,7 +59,7 @@ def build_summary(reader: RunReader) -> dict[str, Any]:
         progress = ProgressMetrics.from_state(fold.config, state, lag={}, since_micros=0)
         return {
             "run_id": fold.config.run.id,
-            "status": run_status(fold, now=reader.status.known_now(now)),
+            "status": decide_status(state, fold.config.workers, now=reader.status.known_now(now)),
             "reason": state.ended.reason if state.ended else "",
             "succeeded": bool(state.ended and state.ended.succeeded),
             "is_paused": state.is_paused,
@@ -178,12 +170,10 @@ def build_fleet(reader: RunReader) -> dict[str, Any]:
     with reader.lock:
         fold = reader.fold
         newest = max((heartbeat.sent_at for heartbeat in fold.state.workers.values()), default=0)
-        silent = silent_micros(fold.config.workers)
-        is_running = run_status(fold, now=now) == "running"
-        since = (now if is_running else newest) - 20 * silent
-        alive = {
-            name: heartbeat.sent_at > now - silent for name, heartbeat in fold.state.workers.items()
-        }
+        workers = fold.config.workers
+        is_running = decide_status(fold.state, workers, now=now) is RunStatus.RUNNING
+        since = (now if is_running else newest) - 20 * compute_silence_limit(workers)
+        alive = dict.fromkeys(find_live_workers(fold.state, workers, now=now), True)
         rows = WorkerTable(fold.config, since_micros=since).rows(
             fold.state, alive=alive, now_micros=now
         )
@@ -204,7 +194,6 @@ def build_fleet(reader: RunReader) -> dict[str, Any]:
                 }
                 for row in rows
             ],
-            "columns": list(RunStatus.__annotations__),
         }
 
 

@@ -14,7 +14,7 @@ from typing import Self
 
 import structlog
 
-from relax_events.config import RunConfig, WorkersConfig
+from relax_events.config import RunConfig
 from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
@@ -23,28 +23,13 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
+from relax_events.projections.run_status import RunStatus, decide_status, find_live_workers
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.session.change_audit import ENTITY as AUDIT
 from relax_events.session.change_audit import build_change
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
-
-SILENT_SECONDS = 30.0
-SILENT_HEARTBEATS = 10
-
-
-def silent_micros(workers: WorkersConfig) -> int:
-    """Return the time without a heartbeat after which a worker no longer counts as alive: much
-    sooner than it counts as hung and is killed.
-    """
-    return int(
-        min(
-            workers.heartbeat_timeout_seconds,
-            max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.heartbeat_seconds),
-        )
-        * 1e6
-    )
 
 
 class RunFollower(AbstractContextManager["RunFollower"]):
@@ -110,22 +95,13 @@ class RunFollower(AbstractContextManager["RunFollower"]):
                 log.warning("change.not_recorded", error=str(error))
 
     def alive(self) -> dict[str, WorkerHeartbeat]:
-        """Return the newest heartbeat of each worker that has sent one recently and not stopped;
-        hold the lock.
-        """
-        limit = now_micros() - silent_micros(self.config.workers)
-        return {
-            name: heartbeat
-            for name, heartbeat in self.state.workers.items()
-            if heartbeat.sent_at > limit and heartbeat.state is not WorkerState.STOPPED
-        }
+        """Return the newest heartbeat of each live worker; hold the lock."""
+        return find_live_workers(self.state, self.config.workers, now=now_micros())
 
     @property
-    def status(self) -> str:
-        """`ended`, `running` or `interrupted`; hold the lock."""
-        if self.state.ended is not None:
-            return "ended"
-        return "running" if self.alive() else "interrupted"
+    def status(self) -> RunStatus:
+        """The run's status now; hold the lock."""
+        return decide_status(self.state, self.config.workers, now=now_micros())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +109,14 @@ class StopResult:
     """The result of stopping a run.
 
     Attributes:
-        status: The run's status before: only a `running` one is stopped.
+        status: The run's status before: only a running one is stopped.
         drained: Workers that have drained and sent STOPPED.
         not_drained: Workers that had not by the deadline.
         seconds: How long it took.
     """
 
     run_id: str
-    status: str
+    status: RunStatus
     num_steps: int
     drained: list[str]
     not_drained: list[str]
@@ -149,9 +125,9 @@ class StopResult:
     @property
     def text(self) -> str:
         """The result as text."""
-        if self.status == "ended":
+        if self.status is RunStatus.ENDED:
             return f"run {self.run_id} has ended already, at step {self.num_steps}"
-        if self.status == "interrupted":
+        if self.status is RunStatus.INTERRUPTED:
             return f"no worker of run {self.run_id} is alive; its last step is {self.num_steps}"
         done = (
             f"run {self.run_id} was stopped at step {self.num_steps}: {len(self.drained)} "
@@ -173,8 +149,8 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
     started = time.monotonic()
     with RunFollower(config, name="stop") as watch:
         with watch.lock:
-            standing, alive = watch.status, set(watch.alive())
-        if standing == "running":
+            status, alive = watch.status, set(watch.alive())
+        if status is RunStatus.RUNNING:
             watch.send(
                 RunCommanded(
                     command=Command.STOP,
@@ -183,10 +159,10 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
             )
             watch.wait_for(lambda: not _not_stopped(watch, alive), timeout_seconds=timeout_seconds)
         with watch.lock:
-            left = _not_stopped(watch, alive) if standing == "running" else set[str]()
+            left = _not_stopped(watch, alive) if status is RunStatus.RUNNING else set[str]()
             return StopResult(
                 config.run.id,
-                standing,
+                status,
                 watch.state.num_steps,
                 sorted(alive - left),
                 sorted(left),

@@ -13,9 +13,10 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError
 from relax_events.events.parts import now_micros
-from relax_events.history.live_run import RunFollower, silent_micros
+from relax_events.history.live_run import RunFollower
 from relax_events.kafka.admin import Admin
 from relax_events.ops.consumer_lag import read_slot_lag
+from relax_events.projections.run_status import RunStatus, compute_silence_limit
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
 
@@ -24,17 +25,16 @@ LAG_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus:
-    """A run's status at one time.
+class RunView:
+    """A run at one time.
 
     Attributes:
-        status: `ended`, `running` or `interrupted`.
         reason: Why it ended; empty where it has not.
         lag: Records behind, by role and slot.
     """
 
     run_id: str
-    status: str
+    status: RunStatus
     reason: str
     progress: ProgressMetrics
     workers: list[WorkerRow]
@@ -90,8 +90,8 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         self._admin.close()
         self._run.__exit__(kind, error, trace)
 
-    def read(self) -> RunStatus:
-        """Return the run's current status."""
+    def read(self) -> RunView:
+        """Return the run as it is now."""
         lag = self._lag()
         with self._run.lock:
             state, alive = self._run.state, dict.fromkeys(self._run.alive(), True)
@@ -102,7 +102,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
                 self._config, state, lag=lag, since_micros=state.resumed_at
             )
             reason = state.ended.reason if state.ended is not None else ""
-            return RunStatus(self._config.run.id, self._run.status, reason, progress, workers, lag)
+            return RunView(self._config.run.id, self._run.status, reason, progress, workers, lag)
 
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.
@@ -134,7 +134,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         """Return the oldest time of a heartbeat that is shown: the log keeps the last one of every
         worker that ever ran.
         """
-        return now_micros() - silent_micros(self._config.workers)
+        return now_micros() - compute_silence_limit(self._config.workers)
 
     def _lag(self) -> Mapping[str, Mapping[int, int]]:
         try:

@@ -51,7 +51,9 @@ def test_run_ends_with_the_error_of_a_worker_that_crashes_at_every_start(
     assert (report["succeeded"], report["steps"], report["ledger_problems"]) == (False, 0, [])
     assert report["reason"].startswith(reason)
     listed = read_run(run.connection, run.config.run.id)
-    assert (listed.status, listed.live_workers) == ("ended", []), "the run can be deleted at once"
+    assert (listed.status, listed.possible_writers) == ("ended", []), (
+        "the run can be deleted at once"
+    )
     (run.config.run_directory / "report.json").unlink()
     assert run.wait_until_ended(run.start("report", run.run_file)) == 0
     assert (

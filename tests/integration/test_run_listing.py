@@ -111,7 +111,8 @@ def test_worker_without_recent_heartbeat_does_not_count_as_alive(
         "control.heartbeats.trainer",
         make_heartbeat(WorkerState.WORKING, seconds_ago=6.0),
     )
-    assert read_run(connection, config.run.id).live_workers == []
+    run = read_run(connection, config.run.id)
+    assert (run.live_workers, run.possible_writers) == ([], [])
 
 
 @pytest.fixture
@@ -306,7 +307,7 @@ def test_run_that_is_active_or_being_replayed_is_not_deleted(
     write(producer, replay, "control.heartbeats.trainer", make_heartbeat(WorkerState.IDLE))
     with pytest.raises(
         BrokerRefused,
-        match=rf"run {run_id}-r is active: trainer-0 send heartbeats; stop it first, or give --force",
+        match=rf"run {run_id}-r is active: trainer-0 sent a heartbeat within 600 s \(workers.heartbeat_timeout_seconds\) and may write again; stop it first, or give --force",
     ):
         require_deletable(
             read_run(connection, replay.run.id), read_runs(connection, with_progress=False).values()

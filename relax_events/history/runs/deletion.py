@@ -139,11 +139,11 @@ def require_deletable(run: RunSummary, runs: Iterable[RunSummary]) -> None:
     Raises:
         BrokerRefused: The text names them.
     """
-    if run.live_workers:
+    if writers := run.possible_writers:
         raise BrokerRefused(
-            f"run {run.run_id} is active: {', '.join(run.live_workers)} send heartbeats; "
-            "stop it first, "
-            "or give --force"
+            f"run {run.run_id} is active: {', '.join(writers)} sent a heartbeat within "
+            f"{run.workers.heartbeat_timeout_seconds:g} s (workers.heartbeat_timeout_seconds) and "
+            "may write again; stop it first, or give --force"
         )
     if users := [
         other

@@ -14,7 +14,7 @@ import structlog
 from relax_events.config import RunConfig, WorkersConfig
 from relax_events.errors import BrokerError, BrokerRefused, ConfigError, CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint
-from relax_events.events.parts import WorkerState, now_micros
+from relax_events.events.parts import now_micros
 from relax_events.events.types import Event, RunDescribed
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -22,6 +22,12 @@ from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RunState
+from relax_events.projections.run_status import (
+    RunStatus,
+    decide_status,
+    find_live_workers,
+    find_possible_writers,
+)
 from relax_events.runtime.run_description import read_described_config
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import HEARTBEATS, belongs_on
@@ -82,24 +88,24 @@ class RunSummary:
         )
 
     @property
-    def live_workers(self) -> list[str]:
-        """The workers that sent a heartbeat within the heartbeat timeout and have not stopped."""
-        config = self.config
-        limit = self.asked_at - int(
-            (config.workers.heartbeat_timeout_seconds if config else DEFAULT_HUNG_SECONDS) * 1e6
-        )
-        return sorted(
-            name
-            for name, heartbeat in self.state.workers.items()
-            if heartbeat.sent_at > limit and heartbeat.state is not WorkerState.STOPPED
-        )
+    def workers(self) -> WorkersConfig:
+        """The settings of its workers; the defaults where its run file is unknown."""
+        return config.workers if (config := self.config) else WorkersConfig()
 
     @property
-    def status(self) -> str:
-        """`ended`, `running` or `interrupted`."""
-        if self.state.ended is not None:
-            return "ended"
-        return "running" if self.live_workers else "interrupted"
+    def live_workers(self) -> list[str]:
+        """The workers that were alive when the run was read."""
+        return sorted(find_live_workers(self.state, self.workers, now=self.asked_at))
+
+    @property
+    def possible_writers(self) -> list[str]:
+        """The workers that may still write to the run: more than are alive."""
+        return sorted(find_possible_writers(self.state, self.workers, now=self.asked_at))
+
+    @property
+    def status(self) -> RunStatus:
+        """The run's status when it was read."""
+        return decide_status(self.state, self.workers, now=self.asked_at)
 
     @property
     def policy_version(self) -> int:

@@ -16,10 +16,11 @@ from relax_events.dashboard.run_fold import RunFold
 from relax_events.dashboard.run_reader import ReaderStatus
 from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
 from relax_events.dashboard.score_join import read_source
-from relax_events.dashboard.views import group_curves, run_status, thin
+from relax_events.dashboard.views import group_curves, thin
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import MetricsReported, RunCommanded
+from relax_events.projections.run_status import decide_status
 
 
 def make_fold(*, steps: int = 0, seconds: float = 1.0) -> RunFold:
@@ -49,9 +50,10 @@ def test_run_is_not_called_interrupted_for_what_the_reader_has_not_read_yet() ->
     fold.apply(make_heartbeat("trainer-0", at_seconds=1000))
     status = ReaderStatus(read_until=1_001_000_000)
     much_later = 5_000_000_000
-    assert run_status(fold, now=status.known_now(much_later)) == "running"
+    workers = fold.config.workers
+    assert decide_status(fold.state, workers, now=status.known_now(much_later)) == "running"
     status.read_until = much_later
-    assert run_status(fold, now=status.known_now(much_later)) == "interrupted"
+    assert decide_status(fold.state, workers, now=status.known_now(much_later)) == "interrupted"
     assert ReaderStatus().known_now(7) == 7
 
 
