@@ -17,12 +17,6 @@ from relax_events.kafka.security.acls import Acl, build_acls, build_username
 from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.kafka.security.settings import build_broker_settings
 from relax_events.objects.rights import FOLDERS, STORE_RIGHTS
-from relax_events.ops.compose_overlay import (
-    BROKER_FILE,
-    CA_FILE,
-    CLIENTS,
-    environment_variable,
-)
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "relax-events"
@@ -37,6 +31,16 @@ TEMPLATED = {
 }
 """Settings of the broker that the chart's template gives."""
 RESOURCES = {"transactional_id": "transactionalId"}
+CLIENTS = "CLIENT"
+"""Name of the clients' listener. Kafka's image requires key stores with passwords for listeners
+named SASL_SSL."""
+BROKER_FILE, CA_FILE = "/etc/kafka/secrets/broker.pem", "/run/secrets/broker_ca"
+ESCAPES = {".": "_", "_": "__", "-": "___"}
+
+
+def build_variable_name(key: str) -> str:
+    """Return the environment variable that sets a property of Kafka in its image."""
+    return "KAFKA_" + "".join(ESCAPES.get(letter, letter.upper()) for letter in key)
 
 
 def build_settings() -> dict[str, str]:
@@ -48,7 +52,7 @@ def build_settings() -> dict[str, str]:
     secured = build_broker_settings(
         SecurityFolder(Path("/security")), key_file=Path(BROKER_FILE), clients=CLIENTS
     ) | {"ssl.truststore.location": CA_FILE}
-    settings |= {environment_variable(key): value for key, value in secured.items()}
+    settings |= {build_variable_name(key): value for key, value in secured.items()}
     return {name: value for name, value in settings.items() if name not in TEMPLATED}
 
 

@@ -16,7 +16,6 @@ _DEFAULT_DIRECTORY = Path(".relax/broker")
 _EXIT_DOWN = 3
 
 app.command("relax_events.cli.broker_security:secure", name="secure")
-app.command("relax_events.cli.broker_security:quota", name="quota")
 
 Directory = Annotated[Path, Parameter(help="Where the broker keeps its records, log and settings.")]
 

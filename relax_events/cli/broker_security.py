@@ -1,20 +1,19 @@
-"""`relax broker secure` and `relax broker quota`: access control and quotas of a cluster."""
+"""`relax broker secure`: access control of a cluster."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_events.cli.output import agreed
-from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
+from relax_events.cli.parameters import Overrides, RunFile, Yes
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
     from relax_events.kafka.connection import Connection
-    from relax_events.kafka.protocol.quotas import QuotaEntity
     from relax_events.kafka.security.principals import SecurityChanges
 
 DEFAULT_FOLDER = Path(".relax/security")
@@ -81,11 +80,11 @@ def secure(
 
 
 def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool) -> int:
-    """Show which users, rights and quotas the cluster lacks, ask, and bring them onto it."""
-    from relax_events.ops.security import apply_security, missing_quotas, plan_security
+    """Show which users and rights the cluster lacks, ask, and bring them onto it."""
+    from relax_events.ops.security import apply_security, plan_security
 
     with _reach(config, overrides) as (settings, connection):
-        _show(plan_security(settings, connection), missing_quotas(settings, connection))
+        _show(plan_security(settings, connection))
         if dry_run:
             return 0
         if not agreed("apply these changes?", yes=yes):
@@ -101,7 +100,7 @@ def _withdraw(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: b
     from relax_events.ops.security import plan_removal, remove_security
 
     with _reach(config, overrides) as (settings, connection):
-        _show(plan_removal(settings.run, connection), {})
+        _show(plan_removal(settings.run, connection))
         if dry_run:
             return 0
         if not agreed(f"take these, and the secrets of run {settings.run.id}, away?", yes=yes):
@@ -129,7 +128,7 @@ def _reach(config: Path, overrides: tuple[str, ...]) -> Iterator[tuple[RunConfig
         yield settings, connection
 
 
-def _show(changes: SecurityChanges, quotas: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
+def _show(changes: SecurityChanges) -> None:
     from relax_events.cli.output import print_table
 
     rows = [["set", user, "password of the folder", ""] for user in changes.users]
@@ -144,83 +143,4 @@ def _show(changes: SecurityChanges, quotas: Mapping[QuotaEntity, Mapping[str, fl
             ]
             for acl in acls
         ]
-    rows += [
-        ["bound", entity.name, f"{name} {value:g}", "each broker"]
-        for entity, found in quotas.items()
-        for name, value in found.items()
-    ]
     print_table(["change", "user", "what", "on"], rows)
-
-
-def quota(
-    config: RunFile,
-    *overrides: Overrides,
-    bytes_per_second: float | None = None,
-    request_percentage: float | None = None,
-    mutations_per_second: float | None = None,
-    remove: bool = False,
-    dry_run: bool = False,
-    yes: Yes = False,
-    output: Output = "table",
-) -> int:
-    """Show or set what each principal of a run may ask of each broker, so that runs share a
-    cluster.
-
-    Example: relax broker quota configs/quickstart.toml --bytes-per-second 50e6 --dry-run
-
-    Args:
-        bytes_per_second: To write, and to read; for each user of the run, or for each worker by its
-            client id on a cluster without users.
-        request_percentage: Of the time of one of the broker's threads; 200 is two threads.
-        mutations_per_second: Partitions that are made, added or deleted.
-        remove: Take all quotas away.
-        dry_run: Show what would be set and set nothing.
-    """
-    from relax_events.config import load_run_config
-    from relax_events.kafka.protocol.quotas import read_quotas, write_quotas
-    from relax_events.ops.security import choose_quotas, quota_connection, quota_entities
-    from relax_events.session.broker_address import locate_broker
-
-    wanted = choose_quotas(
-        bytes_per_second=bytes_per_second,
-        request_percentage=request_percentage,
-        mutations_per_second=mutations_per_second,
-        remove=remove,
-    )
-    with locate_broker(load_run_config(config, overrides), by="relax broker quota") as settings:
-        connection, entities = quota_connection(settings), quota_entities(settings)
-        _show_quotas(entities, read_quotas(connection, entities), wanted, output)
-        if not wanted or dry_run:
-            return 0
-        if not agreed("set these quotas?", yes=yes):
-            return 6
-        write_quotas(connection, entities, wanted)
-        return 0
-
-
-def _show_quotas(
-    entities: Sequence[QuotaEntity],
-    found: Mapping[QuotaEntity, Mapping[str, float]],
-    wanted: Mapping[str, float | None],
-    output: Output,
-) -> None:
-    """Show the quotas of each principal as they are, next to those that would be set."""
-    from relax_events.cli.output import print_json, print_table
-    from relax_events.kafka.protocol.quotas import QUOTA_NAMES
-
-    after = {f"{name} wanted": value for name, value in wanted.items()}
-    rows = [
-        {
-            entity.kind: entity.name,
-            **{name: found.get(entity, {}).get(name) for name in QUOTA_NAMES},
-            **after,
-        }
-        for entity in entities
-    ]
-    if output == "json":
-        print_json(rows)
-        return
-    print_table(
-        list(rows[0]),
-        [["none" if value is None else value for value in row.values()] for row in rows],
-    )

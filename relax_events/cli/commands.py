@@ -124,10 +124,7 @@ COMMANDS = {
     ),
     "broker": (
         "relax_events.cli.broker:app",
-        (
-            "Run or secure a Kafka broker: start, stop, status, logs, client-config, format, "
-            "secure, quota."
-        ),
+        "Run or secure a Kafka broker: start, stop, status, logs, client-config, format, secure.",
     ),
 }
 HELP_FLAGS = ("--help", "-h")

@@ -1,6 +1,4 @@
-"""Which quotas hold a run to its share of a cluster.
-
-Makes what secures a cluster and the runs on it, and brings it onto the brokers: certificates,
+"""Makes what secures a cluster and the runs on it, and brings it onto the brokers: certificates,
 passwords, rights.
 """
 
@@ -17,16 +15,6 @@ from relax_events.config import BrokerConfig, RunConfig, RunSection
 from relax_events.errors import ConfigError
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.credentials import build_principal_environment
-from relax_events.kafka.protocol.quotas import (
-    DEFAULT_LOAD_QUOTAS,
-    MUTATION_RATE,
-    QUOTA_NAMES,
-    RATES,
-    REQUEST_PERCENTAGE,
-    QuotaEntity,
-    read_quotas,
-    write_quotas,
-)
 from relax_events.kafka.security.acls import (
     PRINCIPALS,
     Acl,
@@ -43,69 +31,6 @@ from relax_events.kafka.security.folder import (
 )
 from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
 from relax_events.kafka.security.settings import build_broker_settings, read_admin_settings
-from relax_events.ops.compose_overlay import build_overlay
-
-
-def quota_entities(config: RunConfig) -> list[QuotaEntity]:
-    """Return whom a run's quotas bind: its users, or on an open cluster its workers by client id.
-
-    Client ids are what clients say of themselves, so on an open cluster a quota is an agreement,
-    not a fence.
-    """
-    if config.broker.credentials is not None:
-        return [QuotaEntity("user", build_username(config.run.id, role)) for role in PRINCIPALS]
-    return [
-        QuotaEntity("client-id", f"{config.run.id}.{role}-{index}")
-        for role, count in config.processes().items()
-        for index in range(count)
-    ]
-
-
-def quota_connection(config: RunConfig) -> Connection:
-    """Return the connection that may set quotas: of the super user where there is one."""
-    if config.broker.credentials is not None:
-        return admin_connection(config)
-    return Connection.from_config(config.broker, client_id=f"{config.run.id}.quotas")
-
-
-def choose_quotas(
-    *,
-    bytes_per_second: float | None = None,
-    request_percentage: float | None = None,
-    mutations_per_second: float | None = None,
-    remove: bool = False,
-) -> dict[str, float | None]:
-    """Return the quotas to set by Kafka's names, None for those to remove; empty leaves all as
-    they are.
-
-    Args:
-        bytes_per_second: To write, and to read.
-        request_percentage: Of the time of one of the broker's threads.
-        mutations_per_second: Partitions that are created, added or deleted.
-        remove: Remove all quotas; goes with no value.
-    Raises:
-        ConfigError: A value is not above 0, or is given together with `remove`.
-    """
-    given = {
-        "bytes_per_second": bytes_per_second,
-        "request_percentage": request_percentage,
-        "mutations_per_second": mutations_per_second,
-    }
-    for name, value in given.items():
-        if value is not None and (remove or value <= 0):
-            raise ConfigError(
-                f"{name} must be above 0 and go without --remove, got {value:g}; --remove alone "
-                "takes quotas away"
-            )
-    if remove:
-        return dict.fromkeys(QUOTA_NAMES)
-    values = {
-        **dict.fromkeys(RATES, bytes_per_second),
-        REQUEST_PERCENTAGE: request_percentage,
-        MUTATION_RATE: mutations_per_second,
-    }
-    return {name: value for name, value in values.items() if value is not None}
-
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 CA_LIFETIME = timedelta(days=3650)
@@ -158,9 +83,6 @@ def create_folder(
     texts = {folder.environment_file(user): _environment_text(folder, user) for user in users}
     texts[folder.acl_file(config.run.id)] = orjson.dumps(
         [acl.to_dict() for acl in build_run_acls(config)], option=orjson.OPT_INDENT_2
-    )
-    texts[folder.overlay_file(config.run.id)] = orjson.dumps(
-        build_overlay(folder, config.run.id), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS
     )
     texts[folder.properties_file] = _properties_text(folder)
     texts[folder.path / "security.toml"] = _overlay_text(folder)
@@ -285,24 +207,17 @@ def plan_removal(run: RunSection, connection: Connection) -> SecurityChanges:
 
 
 def remove_security(config: RunConfig, connection: Connection) -> list[Path]:
-    """Remove the run's quotas, users and ACLs from the brokers, then its files from the folder;
-    return the removed files.
+    """Remove the run's users and ACLs from the brokers, then its files from the folder; return the
+    removed files.
     """
     changes = plan_removal(config.run, connection)
-    write_quotas(
-        connection,
-        [QuotaEntity("user", user) for user in changes.unexpected_users],
-        dict.fromkeys(QUOTA_NAMES),
-    )
     no_passwords: dict[str, str] = {}
     PrincipalAdmin(connection).apply(changes, password_of=no_passwords.__getitem__)
     return security_folder(config.broker).delete_run(config.run.id)
 
 
 def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges:
-    """Create the run's users, ACLs and load quotas on the brokers; return the changes of users and
-    ACLs.
-    """
+    """Create the run's users and ACLs on the brokers; return the changes."""
     folder = security_folder(config.broker)
     changes = plan_security(config, connection)
     passwords = {
@@ -310,24 +225,4 @@ def apply_security(config: RunConfig, connection: Connection) -> SecurityChanges
         for user in changes.users
     }
     PrincipalAdmin(connection).apply(changes, password_of=passwords.__getitem__)
-    for entity, quotas in missing_quotas(config, connection).items():
-        write_quotas(connection, [entity], quotas)
     return changes
-
-
-def missing_quotas(
-    config: RunConfig, connection: Connection
-) -> dict[QuotaEntity, dict[str, float]]:
-    """Return the default load quotas that the run's users lack; a quota that has been set stays."""
-    folder = security_folder(config.broker)
-    entities = [QuotaEntity("user", user) for user in folder.usernames(config.run.id)]
-    found = read_quotas(connection, entities)
-    lacking = {
-        entity: {
-            name: value
-            for name, value in DEFAULT_LOAD_QUOTAS.items()
-            if name not in found.get(entity, {})
-        }
-        for entity in entities
-    }
-    return {entity: quotas for entity, quotas in lacking.items() if quotas}

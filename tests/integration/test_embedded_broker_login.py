@@ -21,7 +21,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.directory import write_state
 from relax_events.kafka.embedded.tool_login import build_client_properties
-from relax_events.kafka.protocol.quotas import QuotaEntity, read_quotas
+from relax_events.kafka.protocol.partition_leaders import read_metadata
 
 SECONDS = 10.0
 METADATA = bytes.fromhex("0000000e0003000100000001ffff00000000")
@@ -49,7 +49,7 @@ def ping(broker: EmbeddedBroker, password_file: Path | None) -> None:
 def test_client_with_the_password_file_can_log_in(broker: EmbeddedBroker) -> None:
     ping(broker, broker.password_file)
     asked = connection(broker, broker.password_file)  # requests that are sent by hand log in too
-    assert read_quotas(asked, [QuotaEntity("client-id", "absent")]) == {}
+    assert read_metadata(asked, []).addresses == (broker.bootstrap_servers,)
 
 
 def test_login_error_without_valid_password_names_the_remedy(

@@ -23,7 +23,7 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from event_samples import ended, ready
 from small_settings import small_run
 
-from relax_events.cli.broker_security import quota, secure
+from relax_events.cli.broker_security import secure
 from relax_events.config import RunConfig
 from relax_events.errors import (
     AccessDenied,
@@ -45,14 +45,6 @@ from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.protocol.queue_lag import read_queue_lag
-from relax_events.kafka.protocol.quotas import (
-    DEFAULT_LOAD_QUOTAS,
-    QUOTA_NAMES,
-    RATES,
-    QuotaEntity,
-    read_quotas,
-    write_quotas,
-)
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.security.certificates import make_authority
 from relax_events.kafka.security.folder import SecurityFolder
@@ -67,8 +59,6 @@ from relax_events.ops.security import (
     apply_security,
     create_folder,
     plan_security,
-    quota_connection,
-    quota_entities,
 )
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.roles.worker_factory import StoreClaimCheck
@@ -605,7 +595,7 @@ def test_command_exits_with_the_code_for_denied_access(mine: SecuredRun, tmp_pat
     assert "Traceback" not in ended.stderr
 
 
-def test_secure_and_quota_commands_show_changes_and_ask_for_confirmation(
+def test_secure_command_shows_changes_and_asks_for_confirmation(
     neighbour: SecuredRun,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -613,44 +603,12 @@ def test_secure_and_quota_commands_show_changes_and_ask_for_confirmation(
 ) -> None:
     run_file, folder = tmp_path / "run.json", credentials(neighbour)
     run_file.write_text(neighbour.config.model_dump_json())
-    entity = QuotaEntity("user", "relax.neighbour.metrics")
     monkeypatch.setattr("builtins.input", lambda *_: "n")
     assert secure(run_file, out=folder, apply=True) == 6
     assert secure(run_file, out=folder, apply=True, yes=True) == 0
-    assert quota(run_file, bytes_per_second=5e6) == 6
-    assert quota(run_file, bytes_per_second=5e6, dry_run=True) == 0
-    assert DEFAULT_LOAD_QUOTAS == {"request_percentage": 200.0, "controller_mutation_rate": 100.0}
-    assert read_quotas(quota_connection(neighbour.config), [entity]) == {
-        entity: DEFAULT_LOAD_QUOTAS
-    }
-    assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
-    assert read_quotas(quota_connection(neighbour.config), [entity]) == {
-        entity: DEFAULT_LOAD_QUOTAS | dict.fromkeys(RATES, 5e6)
-    }
-    assert quota(run_file, request_percentage=50, mutations_per_second=7, yes=True) == 0
-    assert secure(run_file, out=folder, apply=True, yes=True) == 0, "what was set stays"
-    changed = {
-        "request_percentage": 50.0,
-        "controller_mutation_rate": 7.0,
-        **dict.fromkeys(RATES, 5e6),
-    }
-    people = [QuotaEntity("user", f"relax.neighbour.{name}") for name in ("operator", "reader")]
-    assert read_quotas(quota_connection(neighbour.config), [entity, *people]) == dict.fromkeys(
-        [entity, *people], changed
-    )
-    assert quota(run_file, remove=True, yes=True) == 0
-    assert read_quotas(quota_connection(neighbour.config), [entity]) == {}
     assert secure(run_file, out=folder, apply=True, dry_run=True) == 0
     shown = capsys.readouterr().out
     assert re.search(r"set +relax.neighbour.trainer +password of the folder", shown)
-    assert re.search(r"bound +relax.neighbour.trainer +request_percentage 200 +each broker", shown)
-    assert re.search(
-        r"relax.neighbour.metrics +none +none +200.0 +100.0 +5000000.0 +5000000.0", shown
-    )
-    with pytest.raises(
-        ConfigError, match=r"bytes_per_second must be above 0 and go without --remove, got -1"
-    ):
-        quota(run_file, bytes_per_second=-1)
 
 
 def test_secure_grants_what_the_credentials_need_and_changes_only_differences(
@@ -698,8 +656,7 @@ def test_withdrawn_run_loses_access_and_other_runs_keep_theirs(
 ) -> None:
     leaving, run_file = secured_run("leaving", broker, folder), tmp_path / "run.json"
     run_file.write_text(leaving.config.model_dump_json())
-    connection, entity = leaving.as_("reader"), QuotaEntity("user", "relax.leaving.trainer")
-    assert quota(run_file, bytes_per_second=5e6, yes=True) == 0
+    connection = leaving.as_("reader")
     assert secure(run_file, out=folder, withdraw=True, dry_run=True) == 0
     assert Admin(connection).ping(timeout_seconds=PATIENCE_SECONDS) == 1
     capsys.readouterr()
@@ -709,7 +666,6 @@ def test_withdrawn_run_loses_access_and_other_runs_keep_theirs(
     assert re.search(r"withdraw +relax.leaving.reader +read +topic relax.leaving.\*", shown)
     with pytest.raises(AccessDenied, match=r"authentication of user .* failed"):
         Admin(connection).ping(timeout_seconds=IMPATIENT_SECONDS)
-    assert read_quotas(admin_connection(leaving.config), [entity]) == {}
     assert SecurityFolder(folder).usernames("leaving") == []
     assert not list(folder.rglob("*leaving*"))
     assert plan_security(mine.config, admin_connection(mine.config)).missing == []
@@ -727,53 +683,6 @@ def test_withdraw_together_with_apply_is_rejected(mine: SecuredRun, tmp_path: Pa
 
 def password_in(run: SecuredRun) -> Callable[[str], str]:
     return lambda user: SecurityFolder(credentials(run)).password_file(user).read_text()
-
-
-def test_throttling_one_run_does_not_slow_another(mine: SecuredRun, neighbour: SecuredRun) -> None:
-    assert [entity.kind for entity in quota_entities(mine.config)] == ["user"] * (
-        len(WRITES) + 2
-    )  # the roles, operator and reader
-    throttled = QuotaEntity("user", "relax.neighbour.rollout")
-    write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(RATES, 100_000.0))
-    until_bound(mine, throttled, DEFAULT_LOAD_QUOTAS | dict.fromkeys(RATES, 100_000.0))
-    held_back = {
-        run.config.run.id: seconds_held_back(run, num_bytes=1_200_000) for run in (neighbour, mine)
-    }
-    write_quotas(quota_connection(mine.config), [throttled], dict.fromkeys(QUOTA_NAMES))
-    until_bound(mine, throttled, {})
-    assert held_back["neighbour"] > 0
-    assert held_back["mine"] == 0
-
-
-def until_bound(run: SecuredRun, entity: QuotaEntity, quotas: dict[str, float]) -> None:
-    """Wait until the queried broker has received a change from the controller."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while (found := read_quotas(quota_connection(run.config), [entity]).get(entity, {})) != quotas:
-        assert time.monotonic() < deadline, found
-
-
-def seconds_held_back(run: SecuredRun, *, num_bytes: int) -> float:
-    """Write records one by one and sum the throttle times of the responses."""
-    pauses: list[float] = []
-    settings = run.as_("rollout").settings() | {
-        "throttle_cb": lambda event: pauses.append(event.throttle_time)
-    }
-    producer = Producer(settings)
-    for _ in range(6):
-        producer.produce(run.plan.topic("rollout.samples"), b"x" * (num_bytes // 6), partition=0)
-        assert producer.flush(PATIENCE_SECONDS) == 0
-    return sum(pauses)
-
-
-def test_quota_may_be_set_by_the_super_user_only(mine: SecuredRun, tmp_path: Path) -> None:
-    with pytest.raises(BrokerRefused, match="only a super user"):
-        write_quotas(
-            mine.as_("operator"),
-            [QuotaEntity("user", "relax.neighbour.trainer")],
-            dict.fromkeys(RATES, 1.0),
-        )
-    with pytest.raises(BrokerRefused, match=r"authentication of user .* failed"):
-        read_quotas(unknown_user(mine, tmp_path).as_("x"), [])
 
 
 def test_credentials_are_rejected_for_a_broker_created_without_them(

@@ -57,10 +57,6 @@ class ResponseReader:
         """Return the next 64-bit integer."""
         return int(self._unpack("q"))
 
-    def read_float64(self) -> float:
-        """Return the next double-precision number."""
-        return float(self._unpack("d"))
-
     def read_uuid(self) -> bytes:
         """Return the 16 bytes of the next UUID."""
         value: bytes = self._unpack("16s")

@@ -6,7 +6,6 @@
     clients/<user>.env  a worker's environment variables
     acls/<run>.json     the ACLs of a run
     broker.properties   settings for your own cluster
-    compose/<run>.json  an overlay for the container stack
 
 The environment variable `BROKER_PASSWORD` replaces a missing password file.
 """
@@ -62,10 +61,6 @@ class SecurityFolder:
         """Return the path of a run's ACLs."""
         return self.path / "acls" / f"{run_id}.json"
 
-    def overlay_file(self, run_id: str) -> Path:
-        """Return the path of the compose overlay that secures a run."""
-        return self.path / "compose" / f"{run_id}.json"
-
     @property
     def properties_file(self) -> Path:
         """Settings for the brokers of a cluster."""
@@ -112,7 +107,6 @@ class SecurityFolder:
         files = [
             *map(self.environment_file, users),
             self.acl_file(run_id),
-            self.overlay_file(run_id),
             *map(self.password_file, users),
         ]
         there = [file for file in files if file.exists()]

@@ -1,22 +1,15 @@
-"""Every service of every compose file, and of the overlay that `relax broker secure` writes, has
-minimal rights and resource limits, and listens on this machine alone.
+"""Every service of every compose file has minimal rights and resource limits, and listens on this
+machine alone.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-
-from relax_events.config import RunConfig
-from relax_events.kafka.security.folder import SecurityFolder
-from relax_events.ops.security import create_folder
 
 COMPOSE = Path(__file__).parents[3] / "compose"
 STACK = "docker-compose.yml"
@@ -143,23 +136,6 @@ def test_check_detects_privileges_added_by_an_overlay(change: dict[str, Any], fo
 
 def test_check_detects_a_service_without_required_limits() -> None:
     assert lacking(laid_over({"new": {"image": "x"}})["new"]) == list(REQUIRED)
-
-
-def test_security_overlay_keeps_minimal_privileges(
-    tmp_path: Path, make_run_config: Callable[..., RunConfig]
-) -> None:
-    config = make_run_config()
-    create_folder(config, tmp_path, hosts=("kafka",), lifetime=timedelta(days=1))
-    overlay = json.loads(SecurityFolder(tmp_path).overlay_file(config.run.id).read_text())
-    found = {name: lacking(service) for name, service in laid_over(overlay["services"]).items()}
-    assert found.keys() > {"access", "format-kafka", "kafka", "reward"}
-    own = f"mount {tmp_path}"  # the files that the command has just written
-    assert not [
-        one
-        for lacks in found.values()
-        for one in lacks
-        if not (one.startswith(own) and one.endswith(":ro"))
-    ]
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from small_settings import small_run
 
-from deploy.generate import CHART, COMPOSE, build_files
+from deploy.generate import CHART, COMPOSE, build_files, build_variable_name
 from deploy.schemas import SCHEMAS
 from deploy.topics import build_values
 from relax_events.kafka.security.acls import build_acls
@@ -51,6 +51,21 @@ def test_every_schema_is_of_a_kind_that_the_chart_can_make() -> None:
     used = {f"{one['apiVersion']} {one['kind']}" for found in RELEASES.values() for one in found}
     topics = "kafka.strimzi.io/v1 KafkaTopic"  # of a run file: see deploy/topics.py
     assert used | {topics} == FOUND["kinds"].keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        (
+            "listener.name.client.scram-sha-512.sasl.jaas.config",
+            "KAFKA_LISTENER_NAME_CLIENT_SCRAM___SHA___512_SASL_JAAS_CONFIG",
+        ),
+        ("ssl.keystore.type", "KAFKA_SSL_KEYSTORE_TYPE"),
+        ("a_b", "KAFKA_A__B"),
+    ],
+)
+def test_property_maps_to_the_environment_variable_of_the_kafka_image(key: str, name: str) -> None:
+    assert build_variable_name(key) == name
 
 
 @pytest.mark.parametrize("name", build_files())
