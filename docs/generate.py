@@ -23,7 +23,8 @@ from relax_events import errors
 from relax_events.algorithms.description import describe_algorithm, installed_algorithms
 from relax_events.config import RunConfig
 from relax_events.config.base import is_derived
-from relax_events.config.session_changes import RULES, Rule
+from relax_events.config.resume_rules import Rule
+from relax_events.config.session_changes import list_rules
 from relax_events.confinement.entry_points import BOUNDED_POINTS, ENTRY_POINTS, PROGRAM
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
 from relax_events.controller.scaling_bounds import ScalingBounds
@@ -409,7 +410,7 @@ def resuming_page() -> str:
         "`relax runs show` and the report show it. A change that adds or removes a "
         "role is refused as well."
     )
-    rows = [f"| `{key}` | {rule} | {_one_line(reason)} |" for key, (rule, reason) in RULES.items()]
+    rows = [f"| `{key}` | {on.rule} | {_one_line(on.effect)} |" for key, on in list_rules()]
     return "\n".join(
         [
             "# Changing a run file between sessions",

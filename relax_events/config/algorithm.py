@@ -17,6 +17,7 @@ from relax_events.config.algorithm_spec import (
 )
 from relax_events.config.base import Section
 from relax_events.config.external_values import Code, Names
+from relax_events.config.resume_rules import IN_FLIGHT, never
 from relax_events.errors import ConfigError
 
 NOT_SHARED = (
@@ -40,7 +41,7 @@ class AlgorithmConfig(Section):
     not use is refused, and null in the run description.
     """
 
-    name: Code = "grpo"
+    name: Annotated[Code, never("samples under way were made ready for another algorithm")] = "grpo"
     """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints the installed
     ones."""
     normalise_std: bool | None = True
@@ -125,7 +126,9 @@ class AlgorithmConfig(Section):
     kl_unbiased: bool = False
     """Multiply the loss's KL estimate by the ratio of the policy to the sampling policy, which
     makes its gradient unbiased."""
-    reference_every: Annotated[int, Field(ge=0)] = 0
+    reference_every: Annotated[
+        int, Field(ge=0), never("the versions that it names may be deleted")
+    ] = 0
     """Versions between refreshes of the reference model; 0 keeps the model of `model.path`. A
     sample's reference is then the newest version divisible by this that is not newer than the
     sample; a fork begins with the version that it starts from. The reference reads these versions
@@ -154,7 +157,10 @@ class AlgorithmConfig(Section):
     distill_tail: Literal["tail", "renormalise", "truncate"] = "tail"
     """Probability outside the most probable tokens: one more bin, renormalised away, or left out of
     the comparison."""
-    old_logprobs: Literal["rollout", "actor", "trainer"] = "rollout"
+    old_logprobs: Annotated[
+        Literal["rollout", "actor", "trainer"],
+        never(f"{IN_FLIGHT}, and lack the log-probabilities or bring idle ones"),
+    ] = "rollout"
     """Old policy of the ratio: the engine's log-probabilities; the actor-forward role's; or the
     trainer's own before the step. With the last the ratio is 1, and a correction covers the
     difference of engine and trainer."""

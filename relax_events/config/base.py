@@ -26,8 +26,13 @@ out (`relax_events.planning.derived`).
 
 It has its type from the start of a run on; before, in a run file as it was read, it may be None.
 """
+BY_MACHINE = "derived by the machine"
+"""Marks such a key that the machine decides too: a worker that is started by itself takes the value
+of its own machine."""
+Threads = Annotated[OrDerived[Annotated[int, Field(ge=0)]], BY_MACHINE]
+"""CPU threads of a worker; 0 takes all processors."""
 DERIVED: Any = None
-"""The default of such a key."""
+"""The default of a derived key."""
 
 
 def is_derived(field: FieldInfo) -> bool:

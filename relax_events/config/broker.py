@@ -12,6 +12,7 @@ from relax_events.config.addresses import is_loopback
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.broker_addresses import EMBEDDED, list_addresses, split_address
 from relax_events.config.external_values import Address, Addresses, FilePath, Names, Text
+from relax_events.config.resume_rules import accepted, never
 
 GUARDED_CLIENT_KEYS = frozenset(
     {
@@ -57,16 +58,21 @@ class BrokerConfig(Section):
 
     bootstrap_servers: Address = EMBEDDED
     """`embedded` starts a real broker on this machine; otherwise `host:port,host:port`."""
-    partitions_per_version: Positive = 2
+    partitions_per_version: Annotated[Positive, never("the partitions follow from it")] = 2
     """Partitions of each policy-version slot: the number of workers of a role, or of trainer ranks,
     that can share one version. More than are used make record batches smaller, and so cost requests
     where samples are short."""
-    queue_partitions: Positive = 1
+    queue_partitions: Annotated[
+        Positive, never("the queue of prompts has that many partitions")
+    ] = 1
     """Partitions of the prompt queue: one for a share group, which divides it by record; for a
     consumer group as many as rollout workers."""
     replication_factor: Positive = 1
     """Replicas of each partition."""
-    prompt_queue: Literal["share_group", "consumer_group"] = "share_group"
+    prompt_queue: Annotated[
+        Literal["share_group", "consumer_group"],
+        never("prompt groups that are leased in one way are not known in the other"),
+    ] = "share_group"
     """How rollout workers share the prompt queue; `consumer_group` is for brokers without share
     groups."""
     lease_seconds: Seconds = 3600.0
@@ -190,7 +196,13 @@ class BrokerConfig(Section):
 class ObjectsConfig(Section):
     """The object store for large data: weights, checkpoints, media, large tensors."""
 
-    uri: Address = ""
+    uri: Annotated[
+        Address,
+        accepted(
+            "weights, checkpoints and media must be copied to the new store; "
+            "name the old one in objects.uri_aliases"
+        ),
+    ] = ""
     """`file:///path`, `s3://bucket/prefix` or `gs://bucket/prefix`; empty means `<run
     directory>/objects`."""
     by_run: bool = True

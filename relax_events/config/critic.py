@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from relax_events.config.base import DERIVED, OrDerived, Positive, Section
+from relax_events.config.base import DERIVED, Positive, Section, Threads
 from relax_events.config.external_values import FilePath
+from relax_events.config.resume_rules import ROUNDING, SPEED, free, never
 
 
 class CriticConfig(Section):
@@ -15,7 +16,7 @@ class CriticConfig(Section):
     AdamW, gradient norm, micro-batch budget, checkpoints) are those of `trainer` and `model`.
     """
 
-    model_path: FilePath | None = None
+    model_path: Annotated[FilePath | None, never("the critic has been made from it")] = None
     """Folder of the critic's initial model, which gets a new scalar head; by default the policy's
     own, `model.path`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
@@ -29,10 +30,10 @@ class CriticConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """First steps of the run in which only the critic learns: the policy's learning rate is 0, and
     its own warm-up begins after them."""
-    ranks: Positive | None = None
+    ranks: Annotated[Positive | None, free(ROUNDING)] = None
     """Processes that hold the critic together, laid out by the trainer's `_parallel` sizes; what is
     left is data parallel. By default `trainer.ranks` where these hold parts of the model (one of
     the `_parallel` sizes is above 1, or `trainer.sharding` is `full`), else 1."""
-    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    threads: Annotated[Threads, free(SPEED)] = DERIVED
     """CPU threads; 0 takes all processors that the process may use. Derived as
     `trainer.threads`."""

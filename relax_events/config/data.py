@@ -17,6 +17,7 @@ from relax_events.config.external_values import (
     Text,
     Texts,
 )
+from relax_events.config.resume_rules import PROMPTS, accepted, free
 
 KEYS_TO_LEARN = ("completion_key", "conversation_key", "chosen_key", "rejected_key")
 """Keys of the columns that hold training targets."""
@@ -67,23 +68,25 @@ class RowsConfig(Section):
     in the prompt is replaced by the next item of its column. A column holds one item or a list:
     paths, web addresses, bytes, data URIs, or objects with `bytes` or `path` as in Hugging Face
     datasets; with the path of a tar file, `member` names a file in it."""
-    media_root: FilePath | None = None
+    media_root: Annotated[FilePath | None, free("a folder that was moved is the same folder")] = (
+        None
+    )
     """Root folder of the paths in those columns; nothing outside it is read. Without it a row can't
     name files."""
-    media_hosts: Addresses = ()
+    media_hosts: Annotated[Addresses, free("from where media may come")] = ()
     """Hosts that the web addresses in those columns may name; empty allows none. Their addresses
     must be public."""
     tools_key: Text = ""
     """Column of the tools that the chat template renders: a list of JSON schemas."""
-    system_prompt: Text = ""
+    system_prompt: Annotated[Text, accepted(PROMPTS)] = ""
     """System message put before every prompt, when not empty."""
-    max_invalid_rows: Annotated[int, Field(ge=0)] = 0
+    max_invalid_rows: Annotated[int, Field(ge=0), free("when to refuse a file")] = 0
     """Invalid rows that are skipped, each with a log event; one more, and the run does not
     start."""
-    max_unpacked_bytes: Positive = 256 * 1024**3
+    max_unpacked_bytes: Annotated[Positive, free("when to refuse a file")] = 256 * 1024**3
     """Maximum unpacked size of a compressed JSON-lines file, in the folder for temporary files,
     while the run reads it."""
-    max_unpacked_ratio: Positive = 200
+    max_unpacked_ratio: Annotated[Positive, free("when to refuse a file")] = 200
     """Maximum ratio of unpacked to packed size. Text has 3 to 30; a file made to fill disks has
     1,000 and more."""
     num_problems: Positive = 1000
@@ -153,27 +156,29 @@ class DataConfig(RowsConfig):
 
     source: Annotated[str, Names.DATA] = ""
     """See `[[data.datasets]]`; its other keys are set here when the run has one source."""
-    chat_template: bool = True
+    chat_template: Annotated[bool, accepted(PROMPTS)] = True
     """Render by the tokenizer's chat template, for which control tokens that a message spells are
     text; false uses the prompt unchanged, and those that it spells are tokens."""
-    chat_template_file: FilePath | None = None
+    chat_template_file: Annotated[FilePath | None, accepted(PROMPTS)] = None
     """A Jinja file to use instead of the tokenizer's own template."""
-    chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
+    chat_template_options: Annotated[dict[str, Any], Names.NOTHING, accepted(PROMPTS)] = Field(
+        default_factory=dict
+    )
     """Variables for the template, such as `enable_thinking = false`."""
     shuffle: bool = True
     """Shuffle again each epoch, by an order derived from the run's seed."""
-    min_prompt_tokens: Annotated[int, Field(ge=0)] = 0
+    min_prompt_tokens: Annotated[int, Field(ge=0), accepted(PROMPTS)] = 0
     """Shorter prompts are skipped; 0 skips none."""
-    max_prompt_tokens: Annotated[int, Field(ge=0)] = 0
+    max_prompt_tokens: Annotated[int, Field(ge=0), accepted(PROMPTS)] = 0
     """Longer prompts are skipped; 0 skips none."""
-    max_sample_tokens: Annotated[int, Field(ge=0)] = 0
+    max_sample_tokens: Annotated[int, Field(ge=0), accepted(PROMPTS)] = 0
     """Rows whose prompt and longest target completion exceed this are skipped; 0 skips none."""
-    pass_rate_range: tuple[float, float] | None = None
+    pass_rate_range: Annotated[tuple[float, float] | None, accepted(PROMPTS)] = None
     """Skip a prompt whose newest mean reward is outside [low, high]; prompts without a reward are
     used."""
-    prompt_filter: Code = ""
+    prompt_filter: Annotated[Code, accepted(PROMPTS)] = ""
     """`path/to/file.py:function` that gives each row a sort key, or drops it."""
-    filter_window_rows: Positive = 256
+    filter_window_rows: Annotated[Positive, accepted(PROMPTS)] = 256
     """Rows of the stream that the filter sorts at a time."""
     datasets: tuple[DatasetConfig, ...] = ()
     """Several sources, mixed by weight."""

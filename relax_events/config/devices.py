@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from relax_events.config.base import Section
+from relax_events.config.resume_rules import free
 
 Indices = tuple[Annotated[int, Field(ge=0)], ...]
 
@@ -36,7 +37,7 @@ class DevicesConfig(Section):
     """Judge workers, with their engines."""
     evaluator: Indices = ()
     """The evaluator, with its engine."""
-    time_share: bool = False
+    time_share: Annotated[bool, free("memory against time")] = False
     """Whether the trainer and the rollout workers on its devices hold them in turn: each frees the
     memory of its model while the other works. With `run.mode = "async"` the trainer lends them: the
     engines, which must be `transformers` then, leave as soon as a train batch is complete, and

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
+from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section, Threads
 from relax_events.config.external_values import Addresses, Code, FilePath, Names, Text
 from relax_events.config.lora import LoRAConfig
 from relax_events.config.media import MediaConfig
+from relax_events.config.resume_rules import SPEED, accepted, free, never
 
 
 class TinyModelConfig(Section):
@@ -41,27 +42,43 @@ class TinyModelConfig(Section):
 class ModelConfig(Section):
     """The policy's initial weights and tokenizer."""
 
-    path: FilePath
+    path: Annotated[
+        FilePath,
+        accepted(
+            "weights are those of the run; tokenizer and architecture are read there, "
+            "and must be the same"
+        ),
+    ]
     """A folder in Hugging Face layout: config, safetensors, tokenizer."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights in engine and trainer. Derived: that of the checkpoint, by its
     `config.json`; `bfloat16` for one in float16."""
-    device: Text = "auto"
+    device: Annotated[Text, free(SPEED)] = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
-    media: MediaConfig = MediaConfig()
+    media: Annotated[MediaConfig, accepted("media are shown to the model in another way")] = (
+        MediaConfig()
+    )
     """Which media are taken, and how the model is shown them."""
-    routing_replay: Literal["none", "rollout"] = "none"
+    routing_replay: Annotated[
+        Literal["none", "rollout"],
+        never("samples under way carry the experts of their tokens, or don't"),
+    ] = "none"
     """Replay the engine's expert routing in the trainer (R3), for mixture-of-experts models.
     `none`: trainer and actor-forward route by their own weights. Otherwise they use the experts
     that the rollout engine chose, weighted by their own router."""
-    frozen: tuple[Literal["language", "vision", "audio", "projection"], ...] = ()
+    frozen: Annotated[
+        tuple[Literal["language", "vision", "audio", "projection"], ...],
+        never("the optimizer's state is that of other parameters"),
+    ] = ()
     """Parts without training: the language model, the vision or audio tower, or the projector from
     a tower to the language model."""
-    lora: LoRAConfig | None = None
+    lora: Annotated[
+        LoRAConfig | None, never("the optimizer's state is that of other parameters")
+    ] = None
     """Train adapters instead of the weights in `path`; without it all weights are trained."""
-    tiny: TinyModelConfig | None = None
+    tiny: Annotated[TinyModelConfig | None, never("the model has been made")] = None
     """How `relax models prepare` makes the model where `path` does not exist; without it the folder
     must be there."""
 
@@ -172,22 +189,22 @@ class EngineConfig(Section):
 
     name: Code = "transformers"
     """Entry point in the group `relax_events.engines`, or `path/to/file.py:Class`."""
-    max_prompt_groups: Annotated[int, Field(ge=0)] = 0
+    max_prompt_groups: Annotated[int, Field(ge=0), free(SPEED)] = 0
     """Prompt groups that one worker holds at a time; 0 is as many as fill the engine,
     `max_running_samples` divided by `run.samples_per_prompt`. Each may take a share-group member of
     its own, and brokers limit the members of all workers (`group.share.max.size`)."""
-    max_running_samples: Positive = 256
+    max_running_samples: Annotated[Positive, free(SPEED)] = 256
     """Samples decoded concurrently."""
     max_context_tokens: OrDerived[Positive] = DERIVED
     """Maximum tokens of prompt and completion together; longer prompts fail with a reason. Derived:
     the model's `max_position_embeddings`, at most 8,192, or the longest prompt and
     `engine.sampling.max_new_tokens` where that is given; 512 for a model made by `[model.tiny]`."""
-    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    threads: Annotated[Threads, free(SPEED)] = DERIVED
     """CPU threads of the engine; 0 takes all processors that the process may use. Derived as
     `trainer.threads`."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training rollouts."""
-    sglang: SGLangConfig = SGLangConfig()
+    sglang: Annotated[SGLangConfig, free("how the servers are run")] = SGLangConfig()
     """Of engine `sglang` alone."""
 
     @property

@@ -15,6 +15,7 @@ from relax_events.config.external_values import (
     Options,
     Program,
 )
+from relax_events.config.resume_rules import SPEED, free
 
 
 class ToolServerConfig(Section):
@@ -38,11 +39,11 @@ class HarnessConfig(Section):
     each of which serves them at an address of its own (ADR 35).
     """
 
-    host: Listener = "127.0.0.1"
+    host: Annotated[Listener, free("where harnesses take their sessions")] = "127.0.0.1"
     """Address on which each rollout worker listens, as harnesses write it."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of rollout worker 0; worker i listens on port + i. 0 serves no harness."""
-    token_file: FilePath | None = None
+    token_file: Annotated[FilePath | None, free("who may take sessions")] = None
     """File with the token that a harness must have to take a session."""
 
     @model_validator(mode="after")
@@ -96,27 +97,27 @@ class EnvironmentConfig(Section):
     """Maximum assistant turns of a sample; a function is not called after the last, a session is.
     `engine.sampling.max_new_tokens` bounds all of them together. A program that asks for more turns
     or tokens is refused."""
-    processes: Positive = 1
+    processes: Annotated[Positive, free(SPEED)] = 1
     """Child processes that run the function, or hold the sessions."""
-    timeout_seconds: Seconds = 10.0
+    timeout_seconds: Annotated[Seconds, free("when an answer counts as failed")] = 10.0
     """Deadline of a call. After it the process of a function is killed and the sample fails; the
     episode of a session is begun again."""
-    setup_seconds: Seconds = 60.0
+    setup_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 60.0
     """Deadline of the set-up of a session: building the environment and its first observation."""
-    finish_seconds: Seconds = 10.0
+    finish_seconds: Annotated[Seconds, free("how long the end of an episode is waited for")] = 10.0
     """Deadline for closing a session."""
-    memory_bytes: Positive = 4 * 1024**3
+    memory_bytes: Annotated[Positive, free("when an answer counts as failed")] = 4 * 1024**3
     """Address space limit of one child process."""
     max_reply_bytes: Annotated[int, Field(ge=1, le=32 * 1024**2)] = 4 * 1024**2
     """Maximum bytes of what an environment says to one turn, its texts as JSON, and of the tools
     that it shows. A longer reply fails its sample. `model.media` bounds images, audio and video."""
-    concurrency: Positive = 64
+    concurrency: Annotated[Positive, free(SPEED)] = 64
     """Programs, or sessions, that one rollout worker runs at the same time."""
-    start_seconds: Seconds = 60.0
+    start_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 60.0
     """Deadline of a program for its first call of the model (`command`)."""
-    episode_seconds: Seconds = 900.0
+    episode_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 900.0
     """Deadline of a program after that (`command`)."""
-    attempts: Positive = 3
+    attempts: Annotated[Positive, free("how often a failed episode is begun again")] = 3
     """How often an episode is begun in all if its program or session fails or is late, or its
     program calls no model. After the last attempt the prompt becomes a dead letter, and its prompt
     group fails without a score."""

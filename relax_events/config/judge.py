@@ -11,6 +11,7 @@ from relax_events.config.base import DERIVED, OrDerived, Positive, Section
 from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.external_values import FilePath, Names, Text
 from relax_events.config.media import MediaConfig
+from relax_events.config.resume_rules import SPEED, free
 from relax_events.config.reward import JUDGED
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class JudgeSamplingConfig(SamplingConfig):
 class JudgeEngineConfig(EngineConfig):
     """The inference engine of a judge worker. `max_prompt_groups` has no effect here."""
 
-    max_running_samples: Positive = 64
+    max_running_samples: Annotated[Positive, free(SPEED)] = 64
     """Responses that one worker generates concurrently."""
     max_context_tokens: Positive = 8192
     """Maximum tokens of the judge's prompt and response together; a sample with a longer prompt
@@ -51,7 +52,7 @@ class JudgeConfig(Section):
     tokenizer may differ from the policy's."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights. Derived: that of its checkpoint."""
-    device: Text = "auto"
+    device: Annotated[Text, free(SPEED)] = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from relax_events.config.addresses import is_in_clear
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.external_values import Code, Names, Options, Text
+from relax_events.config.resume_rules import SPEED, free
 
 MAX_PROCESSES = 8
 JUDGED = "genrm"
@@ -44,14 +45,14 @@ class RewardConfig(ChosenReward):
     function above."""
     route_key: Text = "data_source"
     """Metadata key that selects one of `routes`."""
-    timeout_seconds: Seconds = 10.0
+    timeout_seconds: Annotated[Seconds, free("when a score counts as failed")] = 10.0
     """Deadline of a call; after it the process is killed and the call counts as failed."""
-    processes: Annotated[int, Field(ge=0)] = 0
+    processes: Annotated[int, Field(ge=0), free(SPEED)] = 0
     """Child processes that run the function; 0 is one for each available core, up to 8."""
-    concurrency: Positive = 16
+    concurrency: Annotated[Positive, free(SPEED)] = 16
     """Concurrent calls of one child process when the function is `async def`; other functions run
     one call at a time."""
-    memory_bytes: Positive = 4 * 1024**3
+    memory_bytes: Annotated[Positive, free("when a score counts as failed")] = 4 * 1024**3
     """Address space limit of one child process."""
     environment: Annotated[tuple[str, ...], Names.VARIABLE] = ()
     """Names of environment variables that the function may read. Its child process gets these,

@@ -33,6 +33,7 @@ from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.external_values import Address, FilePath, Listener, Names, Text
 from relax_events.config.http import HttpConfig
 from relax_events.config.judge import JudgeConfig, check_judge
+from relax_events.config.resume_rules import IN_FLIGHT, SPEED, accepted, free, never
 from relax_events.config.reward import JUDGED, RewardConfig
 from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, check_teachers
@@ -49,36 +50,58 @@ class RunSection(Section):
     id: Annotated[str, Field(pattern=RUN_ID_PATTERN), Names.NOTHING]
     """Id of the run: its topics start with `relax.<id>.`, its files are in
     `<directory>/runs/<id>`."""
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[
+        int,
+        Field(ge=0, lt=2**31),
+        never("it orders the rows, and every id and random number follows from it"),
+    ] = 0
     """Seed of data order, sampling and initialisation."""
-    num_steps: Positive = 100
+    num_steps: Annotated[
+        Positive,
+        free(
+            "a later goal; a lower one asks, since prompt groups of later steps may stay open, "
+            "and schedules reckon with it"
+        ),
+    ] = 100
     """Train steps of the run. A fork continues the parent's count."""
-    prompts_per_step: Positive = 16
+    prompts_per_step: Annotated[
+        Positive, never(f"{IN_FLIGHT}, and some of them would never end")
+    ] = 16
     """Prompt groups in one train step."""
-    samples_per_prompt: Positive = 8
+    samples_per_prompt: Annotated[Positive, never(f"{IN_FLIGHT}, and would never be complete")] = 8
     """Samples generated for each prompt, at least 2. Fixed at 1 for SFT and 2 for preference pairs;
     omit it there."""
-    mode: Literal["sync", "async"] = "async"
+    mode: Annotated[
+        Literal["sync", "async"], accepted("samples are generated at other times of the training")
+    ] = "async"
     """`sync`: engine and trainer alternate on the same devices, strictly on-policy. `async`: both
     work all the time."""
-    max_staleness: Annotated[int, Field(ge=0)] = 1
+    max_staleness: Annotated[int, Field(ge=0), never("the partitions follow from it")] = 1
     """Maximum staleness of a trained sample in policy versions; 0 is strictly on-policy."""
-    weight_update_mode: Literal["drain", "in_flight", "recompute"] = "drain"
+    weight_update_mode: Annotated[
+        Literal["drain", "in_flight", "recompute"],
+        accepted("samples under way meet a new version in another way"),
+    ] = "drain"
     """What an engine does with running samples when a new policy version arrives. `drain`: finish
     them first. `in_flight`: swap the weights under them (approximate: the KV cache is of the old
     weights). `recompute`: recompute their prefix under the new weights."""
-    sample_order: Literal["fifo", "ready_first"] = "fifo"
+    sample_order: Annotated[
+        Literal["fifo", "ready_first"],
+        never("prompt groups that were trained out of their order would be awaited again"),
+    ] = "fifo"
     """`fifo`: step s trains the prompt groups issued for it. `ready_first`: any complete prompt
     group within the staleness bound."""
-    max_failed_prompt_groups: Positive = 64
+    max_failed_prompt_groups: Annotated[Positive, free("when to give up")] = 64
     """Consecutive prompt groups that may fail before the run ends with an error."""
-    retain_versions: Annotated[int, Field(ge=0)] = 0
+    retain_versions: Annotated[int, Field(ge=0), free("what is kept from here on")] = 0
     """Number of newest policy versions whose records stay on the log; 0 keeps all, so that every
     version can be replayed."""
-    follower_versions: Annotated[int, Field(ge=0)] = 200
+    follower_versions: Annotated[int, Field(ge=0), free("what is kept from here on")] = 200
     """How many more versions keep their trained samples until a replay of this run (`parent.run`)
     has trained them; 0 keeps none."""
-    directory: FilePath = Path(".relax")
+    directory: Annotated[FilePath, free("a folder that was moved is the same folder")] = Path(
+        ".relax"
+    )
     """Folder for runs, models and the embedded broker."""
 
     @model_validator(mode="after")
@@ -241,13 +264,13 @@ class ParentSection(Section):
     """`replay`: train the batches that the parent's log records. `fork`: generate new samples."""
     from_version: Annotated[int, Field(ge=0)] = 0
     """The parent's policy version to start from; its first version is the model of `model.path`."""
-    until_version: Annotated[int, Field(ge=-1)] = -1
+    until_version: Annotated[int, Field(ge=-1), free("another goal of a replay")] = -1
     """Version at which a replay ends; -1 is the end of the parent's log."""
-    follow: bool = False
+    follow: Annotated[bool, free("another goal of a replay")] = False
     """Replay a running parent as its second learner, until the parent ends."""
     scores: Text = ""
     """Name of a rescoring whose scores replace the recorded rewards in a replay."""
-    objects_uri: Address = ""
+    objects_uri: Annotated[Address, free("a store that was moved is the same store")] = ""
     """Object store of the parent, filled in by `relax runs replay` and `relax runs fork`. Empty:
     where this run file would put the parent's objects. It must agree with the parent's log."""
     from_row: Annotated[int, Field(ge=0)] = 0
@@ -271,31 +294,54 @@ class ParentSection(Section):
 class RunConfig(Section):
     """One training run."""
 
-    run: RunSection
-    model: ModelConfig
-    data: DataConfig
-    broker: BrokerConfig = BrokerConfig()
-    objects: ObjectsConfig = ObjectsConfig()
-    engine: EngineConfig = EngineConfig()
-    environment: EnvironmentConfig = EnvironmentConfig()
-    reward: RewardConfig = RewardConfig()
-    judge: JudgeConfig = JudgeConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    critic: CriticConfig = CriticConfig()
-    teacher: TeacherConfig = TeacherConfig()
-    teachers: dict[str, SourceTeacherConfig] = Field(default_factory=dict)
+    run: Annotated[RunSection, never("it names the run")]
+    model: Annotated[ModelConfig, accepted("the model computes in another way from here on")]
+    data: Annotated[
+        DataConfig, never("rows are numbered by the source: a row would stand for another prompt")
+    ]
+    broker: Annotated[BrokerConfig, free("how the broker is reached")] = BrokerConfig()
+    objects: Annotated[ObjectsConfig, free("what is stored from here on")] = ObjectsConfig()
+    engine: Annotated[
+        EngineConfig, accepted("samples are generated in another way from here on")
+    ] = EngineConfig()
+    environment: Annotated[
+        EnvironmentConfig, accepted("the environment answers in another way from here on")
+    ] = EnvironmentConfig()
+    reward: Annotated[RewardConfig, accepted("samples are scored in another way from here on")] = (
+        RewardConfig()
+    )
+    judge: Annotated[JudgeConfig, accepted("samples are scored in another way from here on")] = (
+        JudgeConfig()
+    )
+    evaluation: Annotated[EvaluationConfig, free("affects evaluation, not training")] = (
+        EvaluationConfig()
+    )
+    algorithm: Annotated[AlgorithmConfig, accepted("the loss is another one from here on")] = Field(
+        default_factory=AlgorithmConfig
+    )
+    critic: Annotated[CriticConfig, accepted("the critic learns in another way from here on")] = (
+        CriticConfig()
+    )
+    teacher: Annotated[
+        TeacherConfig, accepted("the policy learns from another teacher from here on")
+    ] = TeacherConfig()
+    teachers: Annotated[
+        dict[str, SourceTeacherConfig],
+        accepted("the policy learns from other teachers from here on"),
+    ] = Field(default_factory=dict)
     """Other teachers for the samples of other sources: tables by a name of your choice."""
-    trainer: TrainerConfig = TrainerConfig()
-    devices: DevicesConfig = DevicesConfig()
-    sft_warmup: SftWarmupConfig = SftWarmupConfig()
-    weights: WeightsConfig = WeightsConfig()
-    parent: ParentSection = ParentSection()
-    workers: WorkersConfig = WorkersConfig()
-    health: HealthConfig = HealthConfig()
-    scaling: ScalingConfig = ScalingConfig()
-    http: HttpConfig = HttpConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
+    trainer: Annotated[TrainerConfig, accepted("the optimizer takes other steps from here on")] = (
+        TrainerConfig()
+    )
+    devices: Annotated[DevicesConfig, free(SPEED)] = DevicesConfig()
+    sft_warmup: Annotated[SftWarmupConfig, never("the model has been made")] = SftWarmupConfig()
+    weights: Annotated[WeightsConfig, free("how versions travel")] = WeightsConfig()
+    parent: Annotated[ParentSection, never("it is where the run began")] = ParentSection()
+    workers: Annotated[WorkersConfig, free(SPEED)] = WorkersConfig()
+    health: Annotated[HealthConfig, free("when to act")] = HealthConfig()
+    scaling: Annotated[ScalingConfig, free("how many workers there are")] = ScalingConfig()
+    http: Annotated[HttpConfig, free("encryption of the servers")] = HttpConfig()
+    telemetry: Annotated[TelemetryConfig, free("notifications and logs")] = TelemetryConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
+from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section, Threads
 from relax_events.config.engine import ModelConfig
 from relax_events.config.external_values import Addresses, FilePath, Text, Texts
+from relax_events.config.resume_rules import SPEED, free
 
 if TYPE_CHECKING:
     from relax_events.config.run_config import RunConfig
@@ -22,14 +23,14 @@ class TeacherModelConfig(Section):
     model_path: FilePath | None = None
     """A folder in Hugging Face layout: config, safetensors, tokenizer. With `urls` the tokenizer is
     enough."""
-    urls: Addresses = ()
+    urls: Annotated[Addresses, free("where the teacher runs")] = ()
     """SGLang servers of the teacher. Given, the teacher workers load no model: they send each
     sample to the server with the fewest tokens to score, and take another one where it fails."""
-    request_seconds: Seconds = 600.0
+    request_seconds: Annotated[Seconds, free("when a server counts as lost")] = 600.0
     """Deadline of a request to one of `urls`, which scores the samples of a record batch."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights. Derived: that of its checkpoint."""
-    device: Text = "auto"
+    device: Annotated[Text, free(SPEED)] = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """Attention implementation of the model."""
@@ -46,12 +47,12 @@ class TeacherConfig(TeacherModelConfig):
     samples, or of those whose source no table of `teachers` names.
     """
 
-    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    threads: Annotated[Threads, free(SPEED)] = DERIVED
     """CPU threads of the role; 0 takes all processors that the process may use. Derived as
     `trainer.threads`."""
     route_key: Text = "data_source"
     """Metadata key of a sample that names its source."""
-    max_request_tokens: Positive = 262_144
+    max_request_tokens: Annotated[Positive, free(SPEED)] = 262_144
     """Tokens of a record batch that is sent to servers (`urls`)."""
 
     def source_of(self, metadata: Mapping[str, Any]) -> str:

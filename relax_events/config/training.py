@@ -6,8 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
+from relax_events.config.base import (
+    BY_MACHINE,
+    DERIVED,
+    OrDerived,
+    Positive,
+    Seconds,
+    Section,
+    Threads,
+)
 from relax_events.config.external_values import Code, Quantities, Text
+from relax_events.config.resume_rules import ROUNDING, free, never
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
 
@@ -26,45 +35,49 @@ ADAMW = "adamw"
 class TrainerConfig(Section):
     """The optimizer, batching and checkpoints."""
 
-    backend: Code = "torch"
+    backend: Annotated[Code, never("the checkpoint is that of another backend")] = "torch"
     """`torch`, `megatron` (needs the extra `megatron`), another entry point in the group
     `relax_events.trainer_backends`, or `path/to/file.py:Class`."""
-    ranks: Positive = 1
+    ranks: Annotated[Positive, free(ROUNDING)] = 1
     """Processes on this machine. Divided by `tensor_parallel`, `pipeline_parallel` and
     `context_parallel` they are the data-parallel ranks, each of which trains a part of the
     batch."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: Annotated[Positive, free(ROUNDING)] = 1
     """Ranks over which each matrix is split. Backend `torch` takes none of the five `_parallel`
     sizes above 1. Backend `megatron` also splits the activations between matrices so, along the
     sequence."""
-    pipeline_parallel: Positive = 1
+    pipeline_parallel: Annotated[Positive, free(ROUNDING)] = 1
     """Stages into which the layers are split."""
-    pipeline_chunks: Positive = 1
+    pipeline_chunks: Annotated[Positive, free(ROUNDING)] = 1
     """Chunks of layers that each pipeline stage holds. They are dealt out over the stages in turn,
     and a micro-batch goes around as often: the stages wait less at the ends of a step, for more
     messages and activations (interleaved 1F1B). Times `pipeline_parallel` it must divide the number
     of layers."""
-    context_parallel: Positive = 1
+    context_parallel: Annotated[Positive, free(ROUNDING)] = 1
     """Ranks over which each sequence is split."""
-    expert_parallel: Positive = 1
+    expert_parallel: Annotated[Positive, free(ROUNDING)] = 1
     """Ranks over which the experts of a layer are distributed. Times `expert_tensor_parallel` it
     divides the ranks of a pipeline stage."""
-    expert_tensor_parallel: Positive = 1
+    expert_tensor_parallel: Annotated[Positive, free(ROUNDING)] = 1
     """Ranks over which the matrices of each expert are split."""
-    balance_ranks: bool = True
+    balance_ranks: Annotated[bool, free(ROUNDING)] = True
     """With several ranks, wait for the prompt groups of a whole step, and distribute their samples
     so that all data-parallel ranks have equal work and equally many micro-batches. Off, each rank
     trains the prompt groups of its own partitions, as they become ready. One rank alone always
     does. Needed where ranks hold parts of the model."""
-    sharding: Literal["none", "full"] = "none"
+    sharding: Annotated[
+        Literal["none", "full"], free("results agree within rounding; checkpoints fit both")
+    ] = "none"
     """How backend `torch` lays the model out over `ranks`: `none` keeps all of it on each rank, 18
     bytes a parameter; `full` divides weights, gradients and optimizer by the ranks (FSDP2), and
     gathers each layer when it is needed."""
-    activation_checkpointing: Literal["none", "whole", "selective"] = "none"
+    activation_checkpointing: Annotated[
+        Literal["none", "whole", "selective"], free("memory against computation")
+    ] = "none"
     """What is kept of each decoder layer for the backward pass: all activations; its input alone
     (`whole`), for about a third more computation; or, by backend `torch`, also the results of
     attention (`selective`), which cost most for long samples."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, free(ROUNDING)] = False
     """Keep the optimizer's state in the host's memory and update it by the processors: moments, and
     float32 master weights where ranks don't divide these. Frees 8 to 12 bytes a parameter of a GPU,
     divided as the optimizer is, for a slower update. Not run on a GPU yet."""
@@ -90,7 +103,7 @@ class TrainerConfig(Section):
     along half a cosine."""
     min_learning_rate_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Where a decay ends, relative to `learning_rate`. Schedule `constant` takes none."""
-    optimizer: Code = ADAMW
+    optimizer: Annotated[Code, never("the checkpoint has the state of another optimizer")] = ADAMW
     """`adamw`, `sgd`, `adafactor`, another entry point in the group `relax_events.optimizers`, or
     `path/to/file.py:Class`: a class with the interface of torch.optim. Only backend `torch` without
     `sharding` takes another one than `adamw`: the others divide parameters."""
@@ -104,34 +117,36 @@ class TrainerConfig(Section):
     """AdamW's decoupled weight decay, of matrices alone; or that of another optimizer."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are clipped to this norm."""
-    max_abs_advantage: Annotated[float, Field(gt=0)] = 10_000.0
+    max_abs_advantage: Annotated[float, Field(gt=0), free("when a sample counts as failed")] = (
+        10_000.0
+    )
     """A sample with a larger absolute advantage at any token is rejected, and its prompt group
     fails."""
-    max_steps_not_finite: Positive = 3
+    max_steps_not_finite: Annotated[Positive, free("when to give up")] = 3
     """Consecutive train steps with a loss or gradient that is not finite before the run ends. Each
     of them skips its update: the next version has the same weights."""
-    max_tokens_per_micro_batch: OrDerived[Positive] = DERIVED
+    max_tokens_per_micro_batch: Annotated[OrDerived[Positive], BY_MACHINE, free(ROUNDING)] = DERIVED
     """Budget of one micro-batch in token cells, including padding where samples can't share rows. A
     longer sample gets a micro-batch of its own. Derived: free memory of the trainer, after
     parameters, gradients, optimizer and other models, divided by the activations of a cell; at most
     16,384 on a GPU and 8,192 on the CPU."""
-    share_prompts: bool = True
+    share_prompts: Annotated[bool, free(ROUNDING)] = True
     """Compute once what token sequences of a micro-batch begin with: the prompt of a prompt group,
     the turns that branches of an episode have in common. The same result within rounding. Models
     with linear or sliding attention compute each sequence by itself, and so does `attention =
     "eager"`."""
-    checkpoint_every: Positive = 50
+    checkpoint_every: Annotated[Positive, free("how much is trained again after a crash")] = 50
     """Maximum steps between checkpoints; recovery replays the log from the newest one."""
-    checkpoint_seconds: Seconds = 900.0
+    checkpoint_seconds: Annotated[Seconds, free("how much is trained again after a crash")] = 900.0
     """Maximum time between checkpoints: one also begins at the end of the first step that ends this
     long after the last checkpoint began. So recovery replays about the same amount of work for slow
     and fast steps."""
-    keep_checkpoints: Positive = 2
+    keep_checkpoints: Annotated[Positive, free("what is kept")] = 2
     """Number of newest checkpoints to keep."""
-    threads: OrDerived[Annotated[int, Field(ge=0)]] = DERIVED
+    threads: Annotated[Threads, free(ROUNDING)] = DERIVED
     """CPU threads of a rank and of scorers; 0 uses all available processors. Derived: the
     processors, divided among the workers that compute on this machine."""
-    collective_timeout_seconds: Seconds = 1800.0
+    collective_timeout_seconds: Annotated[Seconds, free("when a rank counts as lost")] = 1800.0
     """Deadline of a collective between ranks: longer than the slowest rank's part of a step, and
     than rank 0's writing of a version. A dead rank is detected at once, whatever this is."""
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_origin
 
-from relax_events.config.base import Section
+from pydantic import BaseModel
+
+from relax_events.config.base import BY_MACHINE, Section, is_derived
+from relax_events.config.external_values import model_of
 from relax_events.config.run_config import RunConfig
 
-THREAD_KEYS = (
-    "engine.threads",
-    "judge.engine.threads",
-    "critic.threads",
-    "teacher.threads",
-    "trainer.threads",
-)
-OF_MACHINE = frozenset({*THREAD_KEYS, "trainer.max_tokens_per_micro_batch"})
-"""Keys that the machine decides too: a worker that is started by itself takes those of its own
-machine."""
-OF_RUN = (
-    "trainer.learning_rate",
-    "model.dtype",
-    "judge.dtype",
-    "teacher.dtype",
-    "engine.max_context_tokens",
-    "engine.sampling.max_new_tokens",
-    "workers.drain_seconds",
-)
+
+def _list_derived(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Give the derived keys of sections, each with whether the machine decides it too."""
+    for name, field in model.model_fields.items():
+        if is_derived(field):
+            yield f"{prefix}{name}", BY_MACHINE in field.metadata
+        elif get_origin(field.annotation) is None and (section := model_of(field.annotation)):
+            yield from _list_derived(section, f"{prefix}{name}.")
+
+
+OF_MACHINE = tuple(key for key, is_by_machine in _list_derived(RunConfig) if is_by_machine)
+"""Derived keys that the machine decides too."""
+OF_RUN = tuple(key for key, is_by_machine in _list_derived(RunConfig) if not is_by_machine)
+"""Derived keys that follow from the run file and its model."""
 
 
 def value_of(config: Section, key: str) -> Any:
@@ -85,6 +83,6 @@ def missing_keys(config: RunConfig) -> list[str]:
     of_teachers = (f"teachers.{name}.dtype" for name in config.teachers)
     return [
         key
-        for key in (*OF_RUN, *of_teachers, *sorted(OF_MACHINE))
+        for key in (*OF_RUN, *of_teachers, *OF_MACHINE)
         if key.partition(".")[0] not in absent and value_of(config, key) is None
     ]

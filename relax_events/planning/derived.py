@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_events.config.run_config import RunConfig
-from relax_events.config.unset_keys import THREAD_KEYS, missing_keys, with_values
+from relax_events.config.unset_keys import OF_MACHINE, missing_keys, with_values
 from relax_events.planning.inventory import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
 from relax_events.planning.megatron_memory import memory_of_trainer
 from relax_events.planning.placement import place_workers
@@ -146,8 +146,9 @@ def _of_threads(
 ) -> Iterator[Derived]:
     share = max(machine.num_processors // machine.num_computing, 1)
     reason = f"{machine.num_processors} processors, {machine.num_computing} workers that compute"
-    for key in THREAD_KEYS:
-        yield Derived(key, share, reason)
+    for key in OF_MACHINE:
+        if key.endswith(".threads"):
+            yield Derived(key, share, reason)
 
 
 def _of_memory(

@@ -12,7 +12,8 @@ import orjson
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.config.session_changes import Change, Rule, changes_between
+from relax_events.config.resume_rules import Rule
+from relax_events.config.session_changes import Change, changes_between
 from relax_events.config.unset_keys import missing_keys
 from relax_events.errors import ConfigError
 from relax_events.events.types import RunDescribed

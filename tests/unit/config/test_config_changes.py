@@ -9,7 +9,8 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.config.loading import _known_keys
-from relax_events.config.session_changes import RULES, Rule, rule_of
+from relax_events.config.resume_rules import Rule
+from relax_events.config.session_changes import find_rule, list_rules
 from relax_events.errors import ConfigError
 from relax_events.runtime.run_description import build_run_description
 from relax_events.session.resume import (
@@ -27,10 +28,30 @@ def rules(old: RunConfig, new: RunConfig) -> dict[str, Rule]:
 
 
 def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
-    known = set(_known_keys(RunConfig))
-    assert RULES.keys() <= known
-    for key in known:
-        assert rule_of(key)[1]
+    assert {key for key, _ in list_rules()} <= set(_known_keys(RunConfig))
+    for key in _known_keys(RunConfig):
+        assert find_rule(key).effect
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("run.id", Rule.NEVER),  # that of the section
+        ("run.num_steps", Rule.FREE),
+        ("trainer.optimizer_options.momentum", Rule.ACCEPTED),  # within a key
+        ("judge.engine.threads", Rule.FREE),
+        ("judge.engine.sampling.top_p", Rule.ACCEPTED),  # of the section around the section
+        ("teachers.math.device", Rule.ACCEPTED),  # tables by name change as a whole
+        ("telemetry.tensorboard", Rule.FREE),  # a key of an earlier release
+    ],
+)
+def test_innermost_rule_around_a_key_holds(key: str, rule: Rule) -> None:
+    assert find_rule(key).rule is rule
+
+
+def test_key_of_no_section_has_no_rule() -> None:
+    with pytest.raises(ValueError, match="no section of a run file holds the key absent"):
+        find_rule("absent.key")
 
 
 def test_identical_run_files_have_no_changes(make_run_config: MakeRunConfig) -> None:

@@ -60,6 +60,19 @@ def test_every_missing_key_gets_a_derived_value() -> None:
     assert set(found) == set(missing_keys(config))
     assert missing_keys(with_values(config, found)) == []
     assert {*OF_RUN, *OF_MACHINE} <= set(_known_keys(RunConfig))
+    assert set(OF_RUN) == {
+        "engine.max_context_tokens",
+        "engine.sampling.max_new_tokens",
+        "judge.dtype",
+        "model.dtype",
+        "teacher.dtype",
+        "trainer.learning_rate",
+        "workers.drain_seconds",
+    }
+    assert set(OF_MACHINE) == {
+        *(f"{name}.threads" for name in ("engine", "judge.engine", "critic", "teacher", "trainer")),
+        "trainer.max_tokens_per_micro_batch",
+    }
 
 
 def test_judge_and_teacher_keys_are_derived_when_the_run_has_them() -> None:
