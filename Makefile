@@ -151,7 +151,7 @@ charts: setup ## Copy the alerts and rights into the Helm chart, render it with 
 kubernetes: setup ## Prove the chart on the cluster of KUBECONFIG: a run, its pods deleted, drained, scaled, upgraded (needs kubectl and helm)
 	$(BIN)/python -m tests.kubernetes $(PROOF)
 
-bench: setup ## Measure, paired, and write docs/benchmarks
+bench: setup ## Measure, paired, and write .relax/benchmarks
 	$(BIN)/python -m benchmarks
 
 COMPILE := $(UV) pip compile --quiet --universal --python-version 3.11 --no-emit-index-url --no-header --generate-hashes

@@ -1,2 +1,2 @@
 """Paired measurements: both sides in one run, medians and ratios, the machine named. `make bench`
-writes docs/benchmarks."""
+writes .relax/benchmarks, and `docs/benchmarks.md` has the results with their machines and days."""

@@ -35,7 +35,6 @@ ONE_BY_ONE = "one by one"
 CELL_BYTES = (
     256 * 1024 * 1024
 )  # what one measurement moves at the most, unless its two batches are more
-RATE_AIM, P99_AIM_MS, BATCH_AIM = 20.0, 10.0, 1.5
 PACED_PER_SECOND, PACED_SECONDS = (
     50.0,
     6.0,
@@ -213,61 +212,6 @@ def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def aims(measured: Measured) -> list[str]:
-    """Say of each aim whether it was reached, with the value."""
-    lines = []
-    for size, by_cell in measured.cells.items():
-        for cell, results in by_cell.items():
-            times = statistics.median(ratios(results[OURS], results[TRANSFER_QUEUE]))
-            p99 = statistics.median(one.p99_ms for one in results[OURS])
-            if cell == ONE_BY_ONE or cell.startswith("streamed"):
-                lines.append(
-                    f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim "
-                    f"{RATE_AIM:g}x: {verdict(times >= RATE_AIM)}"
-                )
-            elif cell.startswith(ONE_BY_ONE):
-                lines.append(
-                    f"{size}, {cell}: p99 {p99:.1f} ms; aim below {P99_AIM_MS:g} ms: "
-                    f"{verdict(p99 < P99_AIM_MS)}"
-                )
-            elif cell.startswith("batches"):
-                lines.append(
-                    f"{size}, {cell}: {times:.1f}x the rate of {TRANSFER_QUEUE}; aim "
-                    f"{BATCH_AIM:g}x: {verdict(times >= BATCH_AIM)}"
-                )
-    lost = [measured.losses[OURS].consumer_killed, measured.losses[OURS].storage_killed]
-    unread = sum(
-        one.num_lost
-        for by_cell in measured.cells.values()
-        for results in by_cell.values()
-        for one in results[OURS]
-    )
-    lines.append(
-        f"lost by us in all runs and kills: {sum(lost) + unread}; aim none: "
-        f"{verdict(sum(lost) + unread == 0)}"
-    )
-    return lines
-
-
-def verdict(is_met: bool) -> str:
-    """Return the word for it."""
-    return "reached" if is_met else "missed"
-
-
-QUESTION = """The same samples (tokens, mask, log-probabilities, advantages; random, so nothing can compress them) go through each data plane,
-from one writing process to one reading process, or to three that each get all. Our side is the product's own codec, producer
-(acks=all, idempotent), consumer group with offset commits, and topic settings, on the embedded broker. TransferQueue {version} has
-its simple storage with two units; it gets tensors stacked beforehand, and is asked again every 2 ms since it notifies no client. Redis
-streams carry the bytes of our codec, with a consumer group that acknowledges.
-
-"One by one": each put is acknowledged before the next begins, and the reader takes, decodes and acknowledges one at a time, while more are
-put; so its latency holds what waits because a reader is slower than its writer. "50 a second" shows the latency without that. "Streamed" is
-how our workers write: each sample when it is there, acknowledgements awaited together. A batch is put and acknowledged at once, and read as
-one. Latency is from before the put to after the decode. Our readers begin when a fetch has returned for each of their partitions, as
-those of a worker that has run for a second. CPU is that of server, writer and readers together. Sides take turns within a round, ratios are
-of one round; numbers are medians of the rounds ({rounds}), after a warm-up."""
-
-
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -286,19 +230,17 @@ def main(arguments: Sequence[str] = ()) -> None:
         running = [stack.enter_context(side) for side in sides(Path(scratch))]
         measured = measure(running, effort)
     folder = Path(tempfile.mkdtemp()) if options.quick else report.FOLDER
-    publish(measured, effort, folder=folder)
+    publish(measured, folder=folder)
     print(f"took {time.monotonic() - started:.0f} s; wrote {folder}", file=sys.stderr)
 
 
-def publish(measured: Measured, effort: Effort, *, folder: Path) -> None:
+def publish(measured: Measured, *, folder: Path) -> None:
     """Write the page."""
     report.write(
         "bus",
         title="The bus compared with TransferQueue and Redis streams",
-        question=QUESTION.format(version="0.1.11", rounds=effort.num_rounds),
         command="python -m benchmarks.bus",
         tables=tables(measured),
-        conclusion="\n".join(f"- {line}." for line in aims(measured)),
         data=asdict(measured),
         folder=folder,
     )

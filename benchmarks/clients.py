@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import clients_page
+from benchmarks import report
 from benchmarks.three_brokers import BrokerUse, ThreeBrokers
 from benchmarks.timed_run import show
 from relax_events.config import RunConfig, load_run_config
@@ -219,7 +220,7 @@ def open_fleets(case: Case, bootstrap_servers: str, folder: Path) -> Iterator[Fl
             process.kill()
 
 
-def measure(case: Case, folder: Path, *, quick: bool) -> dict[str, Any]:
+def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Measure a case on brokers of its own."""
     with ThreeBrokers(folder / "brokers", heap_mib=HEAP_MIB) as brokers:
         config = load_run_config(RUN_FILE, case.overrides(brokers.bootstrap_servers))
@@ -229,9 +230,8 @@ def measure(case: Case, folder: Path, *, quick: bool) -> dict[str, Any]:
         prompts = Prompts(connection, plan, batch_records=config.prompt_groups_per_lease)
         with open_fleets(case, brokers.bootstrap_servers, folder) as fleets:
             wait = compute_follow_wait(sum(config.roles().values()))
-            measured = Measurement(
-                case, brokers, fleets, prompts, follow_wait_ms=wait.ms, quick=quick
-            ).run()
+            measured = Measurement(case, brokers, fleets, prompts).run()
+            measured["follow_wait_ms"] = wait.ms
         prompts.close()
     return measured
 
@@ -253,23 +253,17 @@ class Measurement:
         brokers: ThreeBrokers,
         fleets: Fleets,
         prompts: Prompts,
-        *,
-        follow_wait_ms: int,
-        quick: bool,
     ) -> None:
-        self._follow_wait_ms = follow_wait_ms
         self._case, self._brokers, self._fleets, self._prompts = case, brokers, fleets, prompts
-        self._stretch = 0.8 if quick else 1.0
 
     def run(self) -> dict[str, Any]:
         """Return everything that was measured."""
         empty = self._brokers.use()
         found: dict[str, Any] = {"case": self._case.name, **asdict(self._case)}
-        found["follow_wait_ms"] = self._follow_wait_ms
         found |= self._start()
         self._fleets.ask("settle", holds=False)
         time.sleep(SETTLE_SECONDS)
-        found |= {"rest": self._watch(REST_SECONDS * self._stretch, per_second=0.0)}
+        found |= {"rest": self._watch(REST_SECONDS, per_second=0.0)}
         found |= self._memory(empty)
         found |= {"load": self._watch(LOAD_SECONDS, per_second=GROUPS_PER_SECOND)}
         found |= self._lose()
@@ -303,7 +297,7 @@ class Measurement:
     def _watch(self, seconds: float, *, per_second: float) -> dict[str, Any]:
         """Watch brokers and clients for a while, at rest or with a load."""
         self._fleets.ask("settle", holds=False)
-        before, use, threads = self._fleets.look(), self._brokers.use(), self._threads()
+        before, use = self._fleets.look(), self._brokers.use()
         began, written = time.monotonic(), 0
         if per_second:
             written = self._prompts.write_paced(per_second, seconds)
@@ -311,12 +305,10 @@ class Measurement:
         else:
             time.sleep(seconds)
         after, lasted = self._fleets.look(), time.monotonic() - began
-        cpu = {name: (count - threads[name]) / lasted for name, count in self._threads().items()}
         latencies = after["latencies"]
         return {
             "broker_cores": spent(use, self._brokers.use()) / lasted,
             "client_cores": (after["cpu_seconds"] - before["cpu_seconds"]) / lasted,
-            "threads_cores": {name: value for name, value in cpu.items() if value > 0.001},
             "requests": after["requests"],
             "errors": after["errors"],
             "num_written": written,
@@ -324,9 +316,6 @@ class Measurement:
             "p50_ms": statistics.median(latencies) / 1000 if latencies else 0.0,
             "p99_ms": latencies[len(latencies) * 99 // 100] / 1000 if latencies else 0.0,
         }
-
-    def _threads(self) -> Counter[str]:
-        return self._brokers.thread_seconds()
 
     def _memory(self, empty: Sequence[BrokerUse]) -> dict[str, Any]:
         use, state = self._brokers.use(), self._fleets.look()
@@ -366,34 +355,52 @@ def spent(before: Sequence[BrokerUse], after: Sequence[BrokerUse]) -> float:
     return sum(b.cpu_seconds - a.cpu_seconds for a, b in zip(before, after, strict=True))
 
 
+def row_of(one: dict[str, Any]) -> dict[str, str]:
+    """Lay out a case: the start, the load, what is open, what is asked for at rest."""
+    number, load, rest = one["num_workers"], one["load"], one["rest"]
+    requests = sum(rest["requests"].values())
+    return {
+        "workers": f"{number}",
+        "queue": one["prompt_queue"].replace("_", " "),
+        "all open, s": f"{one['open_seconds']:.1f}",
+        "have work": f"{one['num_with_work']} after {one['work_seconds']:.1f} s",
+        "answered under load": f"{load['num_answered']} of {load['num_written']}",
+        "p50 ms": f"{load['p50_ms']:.0f}",
+        "p99 ms": f"{load['p99_ms']:.0f}",
+        "answered when a tenth left": f"{one['num_after_leave']} after "
+        f"{one['after_leave_seconds']:.1f} s",
+        "connections a worker": f"{sum(one['connections']) / number:.1f}",
+        "most at one broker": f"{max(one['connections']):,}",
+        "client MiB a worker": f"{one['client_rss_mib'] / number:.1f}",
+        "client threads a worker": f"{one['client_threads'] / number:.1f}",
+        "client files a worker": f"{one['client_files'] / number:.0f}",
+        "requests a worker at rest": f"{requests / number:.1f}",
+        "broker cores": f"{rest['broker_cores']:.2f}",
+        "client cores": f"{rest['client_cores']:.2f}",
+    }
+
+
 def main(arguments: Sequence[str] = ()) -> None:
-    """Measure these sizes and write the page, which keeps what it has of others."""
+    """Measure these sizes and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="*", default=[64, 256, 512])
     parser.add_argument("--queue", choices=["share_group", "consumer_group"])
     parser.add_argument("--lanes", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="shorter, prints, writes no page")
     options = parser.parse_args(arguments)
     queues: list[str] = [options.queue] if options.queue else ["share_group", "consumer_group"]
     measured = []
     for queue in queues:
         for number in options.workers:
             with tempfile.TemporaryDirectory(prefix="relax-clients-") as name:
-                case = Case(number, queue, options.lanes)
-                measured.append(measure(case, Path(name), quick=options.quick))
+                measured.append(measure(Case(number, queue, options.lanes), Path(name)))
             show(measured[-1])
-    if not options.quick:
-        clients_page.write(
-            measured,
-            {
-                "heap": HEAP_MIB,
-                "per_process": WORKERS_PER_PROCESS,
-                "rate": GROUPS_PER_SECOND,
-                "seconds": LOAD_SECONDS,
-                "samples": SAMPLES_PER_PROMPT,
-                "tokens": NUM_TOKENS,
-            },
-        )
+    report.write(
+        "clients",
+        title="Rollout workers on three brokers",
+        command=shlex.join(["python", "-m", "benchmarks.clients", *arguments]),
+        rows=[row_of(one) for one in measured],
+        data=measured,
+    )
 
 
 if __name__ == "__main__":

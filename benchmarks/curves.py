@@ -1,5 +1,4 @@
-"""Every algorithm learns the quickstart task: a run of each with the same steps and seeds, the
-rewards side by side in one image.
+"""Every algorithm learns the quickstart task: a run of each with the same steps and seeds.
 
 A run takes a minute or two. What is there already is kept, so the command continues where it was
 stopped: `python -m benchmarks.curves`.
@@ -20,7 +19,6 @@ from typing import Any
 
 from benchmarks import environment, quickstart, report
 from benchmarks.curve_materials import provide
-from benchmarks.curve_plot import Curve, small_multiples
 from relax_events.algorithms.description import installed_algorithms
 
 FOLDER = environment.ROOT / ".relax" / "curves"
@@ -33,7 +31,7 @@ HELD_OUT = (
     "{min_string_length = 5, max_string_length = 5}"
 )
 EVALUATED = ("evaluation.every=3", f"evaluation.datasets=[{{{HELD_OUT}}}]")
-"""For algorithms that generate no samples, so that there are rewards to plot."""
+"""For algorithms that generate no samples, so that there are rewards to compare."""
 OF_PAIRS = (
     "run.prompts_per_step=96",
     "run.samples_per_prompt=2",
@@ -62,12 +60,14 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 }
 """What an algorithm needs besides its name, over the quickstart's run file; of what is not
 installed it is not asked."""
-QUESTION = """\
-The quickstart task (configs/quickstart.toml: asynchronous, at most 2 versions stale, KL 0.001) by every installed algorithm, {num_steps} steps of 32
-prompts with 8 samples, {seeds}, all from the same weights. What an algorithm has besides its own settings stands in the table. In the
-image runs are pale, the strong line is their moving mean. Where no samples are generated while training, versions are evaluated on 256 problems.
 
-![Reward by train step, a panel for each algorithm](curves.svg)"""
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """The reward after each step; None where a step has none."""
+
+    steps: Sequence[int]
+    rewards: Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,23 +188,11 @@ def conclusion_of(learned: Sequence[Learnt]) -> str:
 def publish(
     learned: Sequence[Learnt], *, num_steps: int, num_seeds: int, folder: Path = report.FOLDER
 ) -> None:
-    """Write the image, then the page."""
-    panels: dict[str, list[Curve]] = {}
-    for one in learned:
-        panels.setdefault(one.algorithm, []).append(one.curve)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "curves.svg").write_text(
-        small_multiples(panels, title="Reward by train step, a panel for each algorithm")
-    )
+    """Write the page."""
     report.write(
         "curves",
         title="Every algorithm on the quickstart task",
-        question=QUESTION.format(
-            num_steps=num_steps, seeds=f"seeds 0 to {num_seeds - 1}" if num_seeds > 1 else "seed 0"
-        ),
-        command="python -m benchmarks.curves"
-        if num_seeds == NUM_SEEDS
-        else f"python -m benchmarks.curves --seeds {num_seeds}",
+        command=f"python -m benchmarks.curves --steps {num_steps} --seeds {num_seeds}",
         rows=rows_of(learned),
         conclusion=conclusion_of(learned),
         data=[

@@ -22,11 +22,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.gateway import build_renderer
 from relax_events.attacks.gateway_session import open_session
 from relax_events.attacks.http_requests import Target, http_attacks
 from relax_events.attacks.http_sender import send
+from relax_events.config import DataConfig
+from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.examples.tiny_tokenizer import train_tokenizer
+from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session_keys import SessionKeys
 from tests.gateway_sessions import spoken_turn
@@ -38,6 +41,22 @@ MAX_CONTEXT_TOKENS, LONGEST_TOKEN_BYTES = 32_768, 16
 UNREAD, COUNTED = "64 MB without a key", "count_tokens of a whole context"
 COUNT = "/v1/messages/count_tokens"
 QUESTION = {"model": "any", "messages": [{"role": "user", "content": "read the file"}]}
+
+
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content"
+    " + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+
+
+def build_renderer(folder: Path) -> ChatRenderer:
+    """Build a renderer whose tokenizer reads bytes, which are more tokens than words are."""
+    file = folder / "template.jinja"
+    file.write_text(TEMPLATE)
+    train_tokenizer(["read the file"]).save_pretrained(folder)
+    config = DataConfig(source="http", chat_template_file=file)
+    return ChatRenderer(PromptRenderer.from_folder(folder, config))
 
 
 async def say_nothing(request: GenerationRequest) -> GeneratedSample:

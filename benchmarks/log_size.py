@@ -37,9 +37,6 @@ LENGTHS = (256, 2_048, 8_192, 32_768)
 COMPRESSIONS = ("none", "lz4", "zstd")
 NUM_SAMPLES = 200
 VOCABULARY = 4_000
-QUESTION = f"""What {NUM_SAMPLES} samples of GRPO with a reference leave on an embedded broker's disk: rolled out, scored, evaluated by reference and
-actor-forward, ready for the trainer. A tenth of the tokens are the prompt's; the text is of random words of four characters, one a token; ids are
-below 150,000 and log-probabilities random, so real ones may compress better."""
 
 
 def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
@@ -132,7 +129,7 @@ def bytes_on_disk(
 
 
 def main() -> None:
-    """Measure, and write docs/benchmarks/log-size.md."""
+    """Measure, and write the page."""
     with (
         tempfile.TemporaryDirectory() as folder,
         EmbeddedBroker(Path(folder), has_password=False) as broker,
@@ -161,7 +158,6 @@ def main() -> None:
     report.write(
         "log-size",
         title="What a run's log takes of the disk",
-        question=QUESTION,
         command="python -m benchmarks.log_size",
         conclusion=(
             f"Of the longest samples' bytes: {shares}. Replicas multiply it; "

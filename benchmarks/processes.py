@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import psutil
 
 BROKER, RUN, DECODER = "broker", "relax run", "decoder"
@@ -54,15 +52,3 @@ def is_as_forked(process: psutil.Process) -> bool:
     """Tell whether a process may still be about to become another program."""
     parent = process.parent()
     return parent is not None and process.cmdline() == parent.cmdline()
-
-
-def memory_of(roles: dict[psutil.Process, str]) -> dict[str, int]:
-    """Return the memory of each role; pages that processes share are divided among them, as those
-    of forked workers are."""
-    shares: dict[str, int] = defaultdict(int)
-    for process, role in roles.items():
-        try:
-            shares[role] += process.memory_full_info().pss
-        except psutil.Error:
-            continue
-    return dict(shares)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from relax_events.config.topology import Topology
@@ -74,3 +75,15 @@ def run_ranks(
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
         found.append(json.loads(output.splitlines()[-1]))
     return found
+
+
+def clear_peak() -> None:
+    """Reset the count of this process's peak memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the most memory that was resident since the peak was cleared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
+FOLDER = Path(__file__).parent.parent / ".relax" / "benchmarks"
+"""Outside the tree: `docs/benchmarks.md` says what was measured, where and when."""
 
 
 def machine() -> str:
@@ -29,9 +30,9 @@ def write(
     name: str,
     *,
     title: str,
-    question: str,
     command: str,
-    conclusion: str,
+    question: str = "",
+    conclusion: str = "",
     rows: Rows = (),
     tables: Mapping[str, Rows] | None = None,
     data: Any = None,
@@ -42,8 +43,8 @@ def write(
     Args:
         name: Of the files.
         title: Heading of the page.
-        question: What was measured, and how.
         command: What measures it again.
+        question: What was measured, and how.
         conclusion: What the metrics say.
         rows: The one table, where there is one.
         tables: Further tables by their headings.
@@ -62,14 +63,12 @@ def write(
         "data": data,
     }
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    parts = [f"# {title}", question, *([table_of(rows)] if rows else [])]
+    parts = [f"# {title}", *([question] if question else []), *([table_of(rows)] if rows else [])]
     for heading, table in named.items():
         parts += [f"## {heading}", table_of(table)]
-    parts += [
-        *(["## What follows"] if named else []),
-        conclusion,
-        f"Machine: {machine()}. Command: `{command}`.",
-    ]
+    if conclusion:
+        parts += [*(["## What follows"] if named else []), conclusion]
+    parts += [f"Machine: {machine()}. Command: `{command}`."]
     text = "\n\n".join(parts) + "\n"
     (folder / f"{name}.md").write_text(text)
     print(text)

@@ -37,11 +37,6 @@ SETTINGS = {
     "async K=1, all roles, hybrid": (*ASYNC, "workers.hybrid=true"),
 }
 ALL = "all"
-QUESTION = """The quickstart's task, every role a process and the broker embedded, watched between two train steps: the start and the end are left
-out. With `all roles` the reference and the actor's forward pass take part, else there is no reference model. Processor time is that of user and
-kernel together; it grows where processes of others take the caches, and much less than the wall time. A core that is always busy gives
-1,000 / ms samples a second. A switch is voluntary where a thread waits for something. Medians of the rounds. Load average of the machine before
-the first run: {load:.1f}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,27 +192,23 @@ def rows(after: Rounds, before: Rounds = ()) -> list[dict[str, str]]:
     ]
 
 
-def conclude(after: Mapping[str, Rounds], before: Mapping[str, Rounds]) -> str:
-    """Say what a sample takes in all, what two cores allow, and what they did."""
-    said = []
+def rate_rows(after: Mapping[str, Rounds], before: Mapping[str, Rounds]) -> list[dict[str, str]]:
+    """Lay out what was trained a second, and how much of its former time a sample takes."""
+    rows = []
     for name, rounds in after.items():
-        taken = median(rounds, ALL, milliseconds)
-        sentence = (
-            f"{name}: {taken:.2f} ms a sample, so two cores allow {2000 / taken:,.0f} a second; "
-            f"they trained {median_rate(rounds):,.0f}"
-        )
+        row = {"setting": name, "trained a second": f"{median_rate(rounds):,.0f}"}
         if others := before.get(name):
             ratios = [
                 milliseconds(mine.total) / milliseconds(other.total)
                 for mine, other in zip(rounds, others, strict=True)
             ]
-            sentence += (
-                f", and {median_rate(others):,.0f} before. A sample takes "
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of "
-                "what it took before"
-            )
-        said.append(f"- {sentence}.")
-    return "\n".join(said)
+            row |= {
+                "before": f"{median_rate(others):,.0f}",
+                "a sample takes, of before": f"{statistics.median(ratios):.2f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f})",
+            }
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -248,13 +239,13 @@ def main() -> None:
     report.write(
         "stages",
         title="What each stage of the quickstart costs",
-        question=QUESTION.format(load=load),
         command=f"python -m benchmarks.stages --rounds {arguments.rounds} --steps {arguments.steps}"
         + "".join(f" --setting '{name}'" for name in arguments.setting or ())
         + (" --before CHECKOUT" if arguments.before else ""),
-        tables={name: rows(rounds, before.get(name, ())) for name, rounds in after.items()},
-        conclusion=conclude(after, before),
-        data={
+        tables={name: rows(rounds, before.get(name, ())) for name, rounds in after.items()}
+        | {"Throughput": rate_rows(after, before)},
+        data={"load": load}
+        | {
             side: {name: [asdict(one) for one in rounds] for name, rounds in taken.items()}
             for side, taken in (("after", after), ("before", before))
         },

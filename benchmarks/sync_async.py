@@ -38,10 +38,6 @@ def main(repeats: int = 3) -> None:
     report.write(
         "sync-async",
         title="Synchronous against asynchronous",
-        question=(
-            f"The quickstart task, {repeats} seeds, each run in both modes one after the other "
-            "on the same machine."
-        ),
         command="python -m benchmarks.sync_async",
         rows=rows,
         conclusion=f"Async takes 1/{statistics.median(ratios):.2f} of the time of sync "

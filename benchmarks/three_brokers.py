@@ -6,7 +6,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -95,19 +94,6 @@ class ThreeBrokers:
             )
             for process, port in zip(self._processes, self.ports, strict=True)
         ]
-
-    def thread_seconds(self) -> Counter[str]:
-        """Return the processor seconds of all brokers' threads by their names, without numbers.
-        Linux keeps 15 characters of a name."""
-        seconds: Counter[str] = Counter()
-        for process in self._processes:
-            for thread in process.threads():
-                with suppress(OSError):
-                    text = Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text()
-                    seconds[text.strip().rstrip("0123456789-")] += (
-                        thread.user_time + thread.system_time
-                    )
-        return seconds
 
     def errors(self, most: int = 3) -> list[str]:
         """Return the last lines that the brokers logged."""

@@ -1,19 +1,15 @@
-"""Reads from a run's log where the time of its steps went: when prompts were issued, samples
-written and joined, steps committed."""
+"""Reads from a run's log when its versions were published, and its samples written and joined."""
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relax_events.config import BrokerConfig
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
-from relax_events.staleness import IssuedGroup
 
-STAGES = ("prompt.groups", "rollout.samples", "advantage.samples")
+STAGES = ("rollout.samples", "advantage.samples")
 
 
 @dataclass(slots=True)
@@ -31,7 +27,7 @@ class Timeline:
         connection = Connection.from_config(
             BrokerConfig(bootstrap_servers=bootstrap_servers), client_id=f"{run_id}.timeline"
         )
-        partitions = {"prompt.groups": 1, "control.policy-versions": 1}
+        partitions = {"control.policy-versions": 1}
         entities = {
             f"relax.{run_id}.{entity}": entity for entity in (*STAGES, "control.policy-versions")
         }
@@ -52,28 +48,6 @@ class Timeline:
                 )
         reader.close()
         return timeline
-
-    def ends(self, stage: str) -> dict[int, float]:
-        """Return when the last prompt group of each train step was through a stage."""
-        ends: dict[int, float] = {}
-        for prompt_group_id, seconds in self.groups[stage].items():
-            step = IssuedGroup.parse(prompt_group_id).slot.train_step
-            ends[step] = max(seconds, ends.get(step, 0.0))
-        return ends
-
-    def stage_seconds(self, steps: Sequence[int], *, max_staleness: int) -> dict[str, float]:
-        """Return the mean seconds between the marks of a step, from the publication that admitted
-        it to the one that it makes."""
-        issued, generated, joined = (self.ends(stage) for stage in STAGES)
-        parts: dict[str, list[float]] = defaultdict(list)
-        for step in steps:
-            parts["published to issued"].append(
-                issued[step] - self.published[max(step - max_staleness, 0)]
-            )
-            parts["issued to generated"].append(generated[step] - issued[step])
-            parts["generated to joined"].append(joined[step] - generated[step])
-            parts["joined to published"].append(self.published[step + 1] - joined[step])
-        return {name: statistics.mean(values) for name, values in parts.items()}
 
     def join_seconds(self, start: float = 0.0, end: float = float("inf")) -> list[float]:
         """Return how long each prompt group took from its last sample on the log to the trainer's

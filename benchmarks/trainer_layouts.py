@@ -21,8 +21,7 @@ import psutil
 import torch
 
 from benchmarks import report
-from benchmarks.head_memory import CLEAR_PEAK, peak_bytes
-from benchmarks.rank_processes import run_ranks, train_as_rank
+from benchmarks.rank_processes import clear_peak, peak_bytes, run_ranks, train_as_rank
 from benchmarks.ready_samples import random_sample
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
@@ -77,11 +76,6 @@ SETTINGS = (
     Setting("1 rank, experts", family="qwen3_moe"),
     megatron("megatron, experts over 2", family="qwen3_moe", expert_parallel=2),
 )
-QUESTION = f"""A train step of {NUM_SAMPLES} samples of 256 to 768 tokens on a model with random weights (6 layers of width 256, float32;
-with experts 16 of them, 4 for each token), on the CPU with two processors in every layout: two threads of one rank, or one thread of
-each of two. Tokens a second are those of prompts and completions over the time of forward, backward and AdamW, the median over rounds of
-the median of {NUM_STEPS} steps; each ratio is the median over rounds. Memory is the largest growth of resident memory over that before the model
-was loaded, of the largest rank."""
 
 
 def make_model(folder: Path, family: str) -> Path:
@@ -94,18 +88,12 @@ def make_model(folder: Path, family: str) -> Path:
     return folder / family
 
 
-def run_config(model: Path, setting: Setting, **changes: str) -> RunConfig:
-    """Return the run file of a setting.
-
-    Args:
-        model: Its folder.
-        setting: Layout of the trainer.
-        changes: Values of section `model`.
-    """
+def run_config(model: Path, setting: Setting) -> RunConfig:
+    """Return the run file of a setting, with the model of a folder."""
     return RunConfig.model_validate(
         {
             "run": {"id": "trainer-layouts"},
-            "model": {"path": model, "dtype": "float32", "device": "cpu"} | changes,
+            "model": {"path": model, "dtype": "float32", "device": "cpu"},
             "data": {"source": "jsonl:unused"},
             "algorithm": {"old_logprobs": "rollout"},
             "engine": {"sampling": {"max_new_tokens": 768}},
@@ -145,7 +133,7 @@ def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
     before = psutil.Process().memory_info().rss
     config = run_config(model, setting)
     backend = open_backend(config, ranks)
-    Path("/proc/self/clear_refs").write_text(CLEAR_PEAK)
+    clear_peak()
     speeds = []
     for step in range(NUM_STEPS + 1):  # the first one allocates every buffer
         samples = samples_of(step)
@@ -219,11 +207,8 @@ def main() -> None:
     report.write(
         "trainer-layouts",
         title="Layouts of a trainer: tokens a second and memory",
-        question=QUESTION,
         command=f"python -m benchmarks.trainer_layouts {given.rounds}",
         rows=lay_out(rounds),
-        conclusion="Two processors hold two ranks: layouts are compared by what they cost, not by what they "
-        "gain on more devices.",
         data=rounds,
     )
 

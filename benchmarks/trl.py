@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,26 +32,10 @@ NUM_CORES = 2
 FIRST_STEADY_STEP = 5
 NUM_LAST_STEPS = 10
 REWARD_AIM, REWARD_STEPS = 0.9, 5
-REWARD_MARGIN = 0.02
 PREPARE_SECONDS = 600.0
 RESUME_SECONDS = 5.0
 """In which a broker that was suspended counts as alive again."""
 OBJECTIVE = ("algorithm.kl_coefficient=0.0", "algorithm.old_logprobs=rollout")
-QUESTION = f"""\
-The quickstart's task and model, by GRPO without a KL term: token mean, clip 0.2, advantages scaled in the prompt group, AdamW with the quickstart's
-schedule, 32 prompts with 8 samples each a step. Both sides have {NUM_CORES} cores, start from the same weights, and take the same prompts in the
-same order; the reward is the same function.
-
-- Ours are `relax run` as it is: every role a process, a broker, exactly-once delivery; all of it on the same cores. Each role has one thread, or two
-  where the table says so. The broker runs on between our runs, as after `relax broker start`: in its first minutes a broker also compiles its own
-  code, which makes a first asynchronous run slower than those after it. While TRL runs, it is suspended.
-- TRL {{version}} is one process, without vLLM. It has what makes it fastest: float32, no gradient checkpointing, a key and value cache, the whole
-  step as one forward and backward pass, fused AdamW, no reference model, no logging, no checkpoints, the reward called directly and without a time
-  limit; once with one thread, once with two. The better one counts, and so does our better one.
-{{tasks}}
-
-The tasks are measured apart, each with the commit that last changed its table. Steady state leaves out the first {FIRST_STEADY_STEP} steps. Start and end are what a run takes besides its steps. The reward counts as reached when
-the mean of {REWARD_STEPS} steps is {REWARD_AIM:g}; the time is that of the steps until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +44,7 @@ class Task:
 
     name: str
     num_steps: int
-    on_policy_aim: float
-    async_aim: float
     run_file: Path = quickstart.CONFIG
-    text: str = ""
-    """What differs from the quickstart."""
 
     @property
     def slug(self) -> str:
@@ -137,28 +117,14 @@ SIDES = (
     Side("TRL, 1 thread", "trl"),
     Side("TRL, 2 threads", "trl", threads=2),
 )
-LONG_TAIL = Path(__file__).parent / "long_tail.toml"
-EQUAL_LENGTHS = Path(__file__).parent / "equal_lengths.toml"
+FOLDER = Path(__file__).parent
 TASKS = (
-    Task("quickstart", num_steps=60, on_policy_aim=1.0, async_aim=1.3),
-    Task(
-        "long tail",
-        num_steps=40,
-        on_policy_aim=2.2,
-        async_aim=3.0,
-        run_file=LONG_TAIL,
-        text="""the same problem with completions as uneven as those of real tasks: nine strings of ten have 5 characters, the tenth has 20 to 28. Up to
-  48 new tokens; a model twice as wide and deep, so that computing weighs more (benchmarks/long_tail.toml).""",
-    ),
-    Task(
-        "equal lengths",
-        num_steps=20,
-        on_policy_aim=1.5,
-        async_aim=2.3,
-        run_file=EQUAL_LENGTHS,
-        text="the same problem with strings of 50 to 54 characters, and the long tail's model (benchmarks/equal_lengths.toml).",
-    ),
+    Task("quickstart", num_steps=60),
+    Task("long tail", num_steps=40, run_file=FOLDER / "long_tail.toml"),
+    Task("equal lengths", num_steps=20, run_file=FOLDER / "equal_lengths.toml"),
 )
+"""The long tail: nine strings of ten have 5 characters, the tenth has 20 to 28. Equal lengths: all
+have 50 to 54. Both train a model twice as wide and deep as the quickstart's."""
 
 
 def overrides_of(task: Task, side: Side, seed: int) -> list[str]:
@@ -313,76 +279,21 @@ def mean_parts(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def conclusion_of(task: Task, outcomes: Outcomes) -> str:
-    """Say which aims were reached."""
-    trl = best_of(outcomes, "trl")
-    sentences = []
-    for kind, aim in (("on-policy", task.on_policy_aim), ("async", task.async_aim)):
-        side = best_of(outcomes, kind)
-        times = statistics.median(ratios(outcomes, side, trl))
-        sentences.append(
-            f"{side}: {times:.2f}x the throughput of {trl}; aim {aim:g}x: {verdict(times >= aim)}."
-        )
-        mine, theirs = (
-            statistics.median(outcome.last_reward for outcome in outcomes[name])
-            for name in (side, trl)
-        )
-        reached = verdict(mine >= theirs - REWARD_MARGIN)
-        sentences.append(
-            f"Its final reward is {mine:.3f}, TRL's {theirs:.3f}; aim no more than "
-            f"{REWARD_MARGIN:g} below: {reached}."
-        )
-    return f"{task.name}: " + " ".join(sentences)
-
-
-def verdict(is_reached: bool) -> str:
-    """Say it in a word."""
-    return "reached" if is_reached else "missed"
-
-
-def read_page(folder: Path = report.FOLDER) -> dict[str, Outcomes]:
-    """Return what the page was made from."""
-    page = json.loads((folder / "trl.json").read_text())
-    return {
-        task: {side: [Outcome(**one) for one in own] for side, own in sides.items()}
-        for task, sides in page["data"].items()
-    }
-
-
-def publish(measured: Mapping[str, Outcomes], folder: Path = report.FOLDER) -> None:
-    """Write the page."""
-    tasks = [task for task in TASKS if task.name in measured]
-    num_rounds = {
-        task: max(len(runs) for runs in outcomes.values()) for task, outcomes in measured.items()
-    }
+def publish(task: Task, outcomes: Outcomes, folder: Path = report.FOLDER) -> None:
+    """Write the task's page."""
+    num_rounds = max(len(runs) for runs in outcomes.values())
     report.write(
-        "trl",
-        title="Whole runs compared with TRL",
-        question=QUESTION.format(
-            version=environment.pinned("trl", "trl"),
-            tasks="\n".join(f"- `{task.name}` is {task.text}" for task in tasks if task.text),
-        ),
-        command="`, `".join(
-            f"python -m benchmarks.trl --task '{task}' --rounds {num_rounds[task]}"
-            for task in num_rounds
-        ),
-        tables={
-            f"{task.name}, {task.num_steps} steps": [
-                row_of(measured[task.name], side) for side in measured[task.name]
-            ]
-            for task in tasks
-        },
-        conclusion="\n".join(f"- {conclusion_of(task, measured[task.name])}" for task in tasks),
-        data={
-            name: {side: [asdict(one) for one in own] for side, own in outcomes.items()}
-            for name, outcomes in measured.items()
-        },
+        f"trl-{task.slug}",
+        title=f"Whole runs compared with TRL {environment.pinned('trl', 'trl')}: {task.name}",
+        command=f"python -m benchmarks.trl --task '{task.name}' --rounds {num_rounds}",
+        rows=[row_of(outcomes, side) for side in outcomes],
+        data={side: [asdict(one) for one in runs] for side, runs in outcomes.items()},
         folder=folder,
     )
 
 
 def main() -> None:
-    """Measure all tasks and write the page."""
+    """Measure the tasks and write a page for each."""
     parser = argparse.ArgumentParser(
         description="Whole runs compared with TRL's GRPOTrainer, on the same two cores."
     )
@@ -392,7 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--task",
         choices=[task.name for task in TASKS],
-        help="measure this alone; the page keeps what it says of the others",
+        help="measure this alone",
     )
     parser.add_argument(
         "--quick",
@@ -407,14 +318,13 @@ def main() -> None:
         for task in TASKS
         if arguments.task in (None, task.name)
     ]
-    measured: dict[str, Outcomes] = {}
     with tempfile.TemporaryDirectory(prefix="relax-trl-") as folder:
         for task in tasks:
-            measured[task.name] = measure(Path(folder) / task.slug, task, SIDES, num_rounds)
-            print(report.table_of([row_of(measured[task.name], side.name) for side in SIDES]))
-            print(conclusion_of(task, measured[task.name]), flush=True)
-    if not arguments.quick:
-        publish({**read_page(), **measured})
+            outcomes = measure(Path(folder) / task.slug, task, SIDES, num_rounds)
+            if arguments.quick:
+                print(report.table_of([row_of(outcomes, side.name) for side in SIDES]), flush=True)
+            else:
+                publish(task, outcomes)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks import report, weights_runs, weights_updates
-from benchmarks.clock import timed
-from benchmarks.timed_run import open_stage, show
+from benchmarks import report, weights_runs
+from benchmarks.timed_run import open_stage
 from relax_events.config import WeightsConfig
 from relax_events.events.types import BroadcastMembership
 from relax_events.objects import ObjectStore
@@ -36,22 +35,14 @@ from relax_events.weights.broadcast.sender import Broadcaster
 
 NUM_ROUNDS = 9
 NUM_LAYERS, HIDDEN = 16, 1024
-GOAL_RATIO, GOAL_SHARE = 0.8, 0.02
 PATIENCE_SECONDS = 60.0
-QUESTION = """\
-**How fast.** {mebibytes} MiB of float32 tensors of a transformer's shapes go from one process to another on one machine, {rounds} rounds,
-the ways in turn. *Broadcast* is the transport `gloo` as it is set by default, from the offer to the receiver's finished digest, proof included:
-the receiver is on the same machine, so the version is written into its memory. *Broadcast, sent* is the same with
-`weights.use_shared_memory = false`: gloo over TCP, as to another machine, though here both ends share their cores. Also listed: torch's own
-`broadcast` of the same bytes in one flat tensor, without any proof; a copy of a file of the same bytes, in the page cache; and the way
-by the store, written and read with all digests.
 
-**What a step waits for.** {runs}
 
-**What becomes of tokens.** {updates}
-
-The machine's load average before the first round was {load:.1f}: what is above its number of cores was there for others, and slows the side that needs most
-of the processor, which is the proof."""
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
 
 
 def tensors_of(seed: int) -> dict[str, Tensor]:
@@ -239,72 +230,6 @@ def run_rows(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     return rows
 
 
-def publish(
-    num_bytes: int,
-    seconds: Mapping[str, Sequence[float]],
-    measured: Sequence[Mapping[str, Any]],
-    updates: Sequence[Mapping[str, Any]],
-    *,
-    load: float,
-    repeats: int,
-) -> None:
-    """Write the page."""
-    ours = seconds["broadcast"]
-    ratios = {
-        name: statistics.median(b / a for a, b in zip(ours, taken, strict=True))
-        for name, taken in seconds.items()
-    }
-    shares = [
-        run["exposed_seconds"] / run["step_seconds"]
-        for run in measured
-        if run["side"] in ("store", "gloo")
-    ]
-    plain, copy, lost = (
-        ratios["plain gloo"],
-        ratios["file copy"],
-        sum(one["lost"] for one in updates),
-    )
-    sent = statistics.median(
-        b / a for a, b in zip(seconds["broadcast, sent"], seconds["plain gloo"], strict=True)
-    )
-    report.write(
-        "weights",
-        title="Weights on their way to the engines",
-        question=QUESTION.format(
-            mebibytes=num_bytes >> 20,
-            rounds=NUM_ROUNDS,
-            runs=weights_runs.DESCRIPTION,
-            updates=weights_updates.DESCRIPTION,
-            load=load,
-        ),
-        command=f"python -m benchmarks.weights --repeats {repeats}",
-        tables={
-            "How fast": speed_rows(num_bytes, seconds),
-            "What a step waits for": run_rows(measured),
-            "What becomes of tokens": [
-                {**one, "seconds": f"{one['seconds']:.3f}"} for one in updates
-            ],
-        },
-        conclusion=f"A broadcast with its proof has {plain:.0%} of the speed of torch's plain one and "
-        f"{copy:.0%} of that of a file copy "
-        f"(aim: {GOAL_RATIO:.0%} of both; {aim(min(plain, copy), GOAL_RATIO)}); one that is "
-        f"sent over TCP within the machine has {sent:.0%} of the "
-        "plain one's, which alone keeps both cores busy. By default a step waits for its "
-        "weights for at most "
-        f"{max(shares):.1%} of its time (aim: {GOAL_SHARE:.0%}; {aim(-max(shares), -GOAL_SHARE)}). "
-        f"{sum(one['updates'] for one in updates)} versions that came while samples ran cost "
-        f"{lost} of "
-        f"{sum(one['generated'] for one in updates):,} tokens "
-        f"(aim: 0; {aim(-lost, 0)}).",
-        data={"seconds": seconds, "runs": measured, "updates": updates, "load": load},
-    )
-
-
-def aim(value: float, goal: float) -> str:
-    """Tell on which side of a goal a value is, the more the better."""
-    return "reached" if value >= goal else "missed"
-
-
 def main(arguments: Sequence[str] = ()) -> None:
     """Measure and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -312,18 +237,22 @@ def main(arguments: Sequence[str] = ()) -> None:
     options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     num_bytes, seconds = measure_ways(NUM_ROUNDS)
-    for row in speed_rows(num_bytes, seconds):
-        show(row)
-    updates = weights_updates.measure()
-    for row in updates:
-        show(row)
-    measured = []
     with open_stage(None) as stage:
-        for _ in range(options.repeats):
-            for side in weights_runs.SIDES:
-                measured.append(weights_runs.measure(stage, side))
-                show(measured[-1])
-    publish(num_bytes, seconds, measured, updates, load=load, repeats=options.repeats)
+        measured = [
+            weights_runs.measure(stage, side)
+            for _ in range(options.repeats)
+            for side in weights_runs.SIDES
+        ]
+    report.write(
+        "weights",
+        title="Weights on their way to the engines",
+        command=f"python -m benchmarks.weights --repeats {options.repeats}",
+        tables={
+            "How fast": speed_rows(num_bytes, seconds),
+            "What a step waits for": run_rows(measured),
+        },
+        data={"seconds": seconds, "runs": measured, "load": load},
+    )
 
 
 if __name__ == "__main__":

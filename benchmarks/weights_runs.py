@@ -34,11 +34,6 @@ SIDES = {
     "gloo, waiting": {"weights.transport": "gloo", "weights.async_publish": "false"},
     "gloo": {"weights.transport": "gloo"},
 }
-DESCRIPTION = f"""\
-Whole runs on the real bus, in turn, with the trainer and the engines of `benchmarks.workloads`, which sleep for as long as devices would
-compute: {WORKLOAD.num_engines} engines, `max_staleness = {MODE.max_staleness}`, steps of about four seconds, and 64 MiB of weights that change in
-each. *Waiting* is `weights.async_publish = false`. *Exposed* is the phase `weights` of a step: the snapshot, and whatever is waited for. *Served* is the time from the publication on the log
-until an engine has the version."""
 
 
 class WeightsRun(TimedRun):

@@ -1,4 +1,4 @@
-"""The turns of a scripted policy, for tests and for `benchmarks.gateway`."""
+"""The turns of a scripted policy, for tests and for `benchmarks.http_front`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """How much memory the models of a run take on a device, by part. Pure arithmetic over a
-checkpoint's sizes; `benchmarks/trainer_memory.py` compares it with what a train step takes.
+checkpoint's sizes; `docs/benchmarks.md` compares it with what a train step takes.
 """
 
 from __future__ import annotations

@@ -45,11 +45,9 @@ TOKEN_SECRET = "scaling-token"  # the name of a Secret
 SCALING_TOKEN = ("--set", f"scaling.tokenSecret={TOKEN_SECRET}")
 OWN_FOLDER = ROOT / ".relax" / "kubernetes"
 """Where the log is, and the report unless all stages were run."""
-COMPOSE_REPORT = FOLDER / "stack-faults.json"
 QUESTION = """The chart on a real cluster. Seconds of a fault: from the call until it returned, for a
 deleted pod until it was gone; and from then to the first committed train step whose prompts were
-issued after it. `delete` is SIGTERM and the time to drain, `kill` is `--force --grace-period=0`.
-Next to them what the same fault took in containers on one machine."""
+issued after it. `delete` is SIGTERM and the time to drain, `kill` is `--force --grace-period=0`."""
 
 
 @dataclass
@@ -263,9 +261,6 @@ def prove_resources(proof: Proof, folder: Path | None) -> None:
 
 def write_report(proof: Proof, machine: str, folder: Path) -> None:
     """Write kubernetes.md and kubernetes.json."""
-    rows = json.loads(COMPOSE_REPORT.read_text())["data"]["injected"]
-    compose = {(row["service"], row["fault"]): f"{row['seconds']:.1f}" for row in rows}
-    same = {"delete": "restart", "kill": "kill"}
     tables = {
         "Recoveries": [
             {
@@ -273,7 +268,6 @@ def write_report(proof: Proof, machine: str, folder: Path) -> None:
                 "fault": one.how,
                 "returned after": f"{one.ending_seconds:.1f}",
                 "over it after": f"{one.seconds:.1f}",
-                "in containers": compose.get((one.what, same.get(one.how, "")), "-"),
             }
             for one in proof.recoveries
         ],

@@ -257,7 +257,7 @@ def _seconds_until(
 
 
 def write_report(results: list[AlertResult], ledger: str, num_steps: int) -> None:
-    """Write docs/benchmarks/stack-alerts.md; rows of faults that were not held this time are
+    """Write .relax/benchmarks/stack-alerts.md; rows of faults that were not held this time are
     kept.
     """
     page = report.FOLDER / "stack-alerts.json"

@@ -205,7 +205,7 @@ class FaultRun:
 
 
 def write_report(injected: list[Injected], ledger: str, num_steps: int) -> None:
-    """Write docs/benchmarks/stack-faults.md."""
+    """Write .relax/benchmarks/stack-faults.md."""
     kinds = list(dict.fromkeys(one.fault for one in injected))
     seconds = {(one.service, one.fault): f"{one.seconds:.1f}" for one in injected}
     rows = [

@@ -137,7 +137,7 @@ def volume_bytes(engine: ContainerEngine, image: str) -> dict[str, int]:
 
 
 def write_report(measured: dict[str, Any], images: dict[str, int]) -> None:
-    """Write docs/benchmarks/stack.md."""
+    """Write .relax/benchmarks/stack.md."""
     reward, ledger, panels = measured["reward"], measured["ledger"], measured["panels"]
     empty = ", ".join(title for title, has_data in panels.items() if not has_data) or "none"
     report.write(

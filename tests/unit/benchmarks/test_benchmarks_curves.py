@@ -1,5 +1,5 @@
-"""The learning curves: every algorithm has a run file, existing results are kept, and image and
-page follow from the reports.
+"""The learning curves: every algorithm has a run file, existing results are kept, and the page
+follows from the reports.
 """
 
 from __future__ import annotations
@@ -7,12 +7,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 
 from benchmarks import curve_materials, curve_rewards, curves, quickstart
-from benchmarks.curve_plot import Curve, mean_curve, small_multiples
 from relax_events.algorithms.description import installed_algorithms
 from relax_events.config import load_run_config
 from relax_events.config.engine import TinyModelConfig
@@ -21,7 +19,6 @@ from relax_events.examples.model_preparation import make_tiny_for
 from relax_events.rewards.scores import parse_score
 
 NAMES = [spec.name for spec in installed_algorithms()]
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def report_of(
@@ -92,26 +89,6 @@ def test_finished_run_is_reused_until_its_settings_change(
     assert len(ran) == 2
 
 
-def test_image_has_a_panel_for_each_algorithm_on_the_same_axes() -> None:
-    panels = {
-        "grpo": [Curve([0, 1, 2], [0.0, 0.5, 1.0]), Curve([0, 1, 2], [0.0, 0.7, 1.0])],
-        "a<b": [Curve([0, 1], [1.0, None])],
-    }
-    root = ET.fromstring(small_multiples(panels, title="Curves"))
-    cells = root.findall(f"{SVG}svg")
-    assert [text.text for text in root.findall(f"{SVG}text")] == ["grpo", "a<b"]
-    assert [len(cell.findall(f"{SVG}path")) for cell in cells] == [3, 2]
-    # A report's chart is 480 wide with 58 and 12 next to its axes, and 220 high with 12 and 38.
-    assert cells[0].findall(f"{SVG}path")[0].get("d") == "M58.0,182.0L263.0,97.0L468.0,12.0"
-    assert cells[1].findall(f"{SVG}path")[0].get("d") == "M58.0,12.0"
-
-
-def test_mean_curve_is_the_moving_mean_of_all_runs() -> None:
-    mean = mean_curve([Curve([0, 1], [0.0, 1.0]), Curve([0, 1, 2], [0.4, None, 0.2])])
-    assert list(mean.steps) == [0, 1, 2]
-    assert list(mean.rewards) == pytest.approx([(0.2 + 1.0 + 0.2) / 3] * 3)
-
-
 def test_page_reports_which_algorithms_learned_the_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +102,6 @@ def test_page_reports_which_algorithms_learned_the_task(
     assert "| grpo | 0.20 | 0.550 | 1 |  |" in page
     assert "| dapo | 0.20 | 0.450 | never | `overlong_ratio=0` |" in page
     assert "1 of 2 algorithms reach a reward of 0.8 with every seed; not so dapo." in page
-    assert (tmp_path / "curves.svg").read_text().startswith("<svg xmlns=")
     assert json.loads((tmp_path / "curves.json").read_text())["data"][0]["rewards"] == [0.2, 0.9]
 
 

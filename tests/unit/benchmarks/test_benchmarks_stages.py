@@ -42,10 +42,14 @@ def test_rows_have_medians_of_both_checkouts_and_the_sum() -> None:
     assert "ms a sample, before" not in stages.rows(after)[0]
 
 
-def test_conclusion_compares_runs_of_the_same_round() -> None:
+def test_ratios_compare_runs_of_the_same_round() -> None:
     after = [Steady(600.0, {"broker": Used(0.002)}), Steady(400.0, {"broker": Used(0.004)})]
     before = [Steady(300.0, {"broker": Used(0.004)})] * 2
-    assert stages.conclude({"async": after}, {"async": before}) == (
-        "- async: 3.00 ms a sample, so two cores allow 667 a second; they trained 500, and 300 "
-        "before. A sample takes 0.75 (0.50 to 1.00) of what it took before."
-    )
+    assert stages.rate_rows({"async": after}, {"async": before}) == [
+        {
+            "setting": "async",
+            "trained a second": "500",
+            "before": "300",
+            "a sample takes, of before": "0.75 (0.50 to 1.00)",
+        }
+    ]

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from benchmarks.clients import Case
-from benchmarks.clients_page import spread
 from benchmarks.fleet import RequestRates
 
 
@@ -40,7 +39,3 @@ def test_client_that_reported_once_has_no_rate() -> None:
 def test_queue_of_a_consumer_group_has_a_partition_for_each_worker() -> None:
     assert "broker.queue_partitions=64" in Case(64, "consumer_group", 1).overrides("h:1")
     assert "broker.queue_partitions=1" in Case(64, "share_group", 1).overrides("h:1")
-
-
-def test_spread_of_equal_values_is_one_number() -> None:
-    assert [spread([8.81, 8.79]), spread([8.0, 9.0])] == ["8.8", "8.0 to 9.0"]
