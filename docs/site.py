@@ -43,7 +43,6 @@ FOLDERS = {
     "migration": ("Migration", "迁移"),
     "explanation": ("Explanation", "原理"),
     "reference": ("Reference", "参考"),
-    "benchmarks": ("Benchmarks", "基准测试"),
     "adr": ("Decisions", "设计决策"),
 }
 """Folders of `docs`, with the titles of the pages that list what is in them."""
@@ -157,7 +156,7 @@ class Pages:
             {"How-to": [*section("how-to"), {"Alerts": section("how-to/alerts")}]},
             {"Concepts": ["architecture.md", "glossary.md", *section("explanation")]},
             {"Reference": section("reference")},
-            {"Benchmarks": section("benchmarks")},
+            {"Benchmarks": "benchmarks.md"},
             {"Decisions": section("adr")},
             {"Project": self.of("project")},
         ]
