@@ -18,7 +18,6 @@ from typing import Any
 import orjson
 
 from relax_events.config import RunConfig, TeacherModelConfig
-from relax_events.config.teacher import list_teachers
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.types import SampleRolledOut
 from relax_events.models.token_table import require_same_vocabulary
@@ -37,7 +36,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     """Run the role until it is asked to stop."""
     with open_worker("teacher", config, index=index) as worker:
         teachers = open_teachers(worker)
-        is_served = all(one.urls for one in list_teachers(config).values())
+        is_served = all(one.urls for one in config.list_teachers().values())
         SampleLoop(
             worker,
             TeacherScorer(worker, teachers),
@@ -55,7 +54,7 @@ def open_teachers(worker: Worker) -> dict[str, TopTokenScorer]:
             policy's.
         EnvironmentProblem: The HTTP client is not installed.
     """
-    teachers = list_teachers(worker.config)
+    teachers = worker.config.list_teachers()
     if not teachers:
         raise ConfigError(
             "the teacher role has no teacher; set teacher.model_path to the folder of its "

@@ -147,3 +147,32 @@ def resolve(function: Function) -> Callable[..., Any]:
         return function
     found: Callable[..., Any] = pkgutil.resolve_name(function)
     return found
+
+
+GROUP_SIZES = {"answers": 1, "pairs": 2}
+"""Samples of a prompt group, by what the algorithm learns from."""
+
+
+def with_group_size(given: Any, info: ValidationInfo) -> Any:
+    """Fill in `run.samples_per_prompt` where the algorithm leaves no choice and the run file does
+    not name it.
+    """
+    algorithm, run = (
+        (given.get(name) for name in ("algorithm", "run"))
+        if isinstance(given, Mapping)
+        else (None, None)
+    )
+    if (
+        not isinstance(algorithm, Mapping)
+        or not isinstance(run, Mapping)
+        or "samples_per_prompt" in run
+    ):
+        return given
+    name = str(algorithm.get("name", "grpo"))
+    if is_from_log(name, info):
+        return given
+    try:
+        size = GROUP_SIZES.get(find_algorithm(name).learns_from)
+    except ConfigError:  # reported by the section's own check
+        return given
+    return given if size is None else {**given, "run": {**run, "samples_per_prompt": size}}

@@ -12,6 +12,9 @@ from relax_events.config.lora import LoRAConfig
 from relax_events.config.media import MediaConfig
 from relax_events.config.resume_rules import SPEED, accepted, free, never
 
+DATASET_ENGINE = "dataset"
+"""The engine that hands out what a row brings."""
+
 
 class TinyModelConfig(Section):
     """A small model of a real architecture, created on this machine with random weights and its own

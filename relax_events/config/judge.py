@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,10 +12,6 @@ from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig
 from relax_events.config.external_values import FilePath, Names, Text
 from relax_events.config.media import MediaConfig
 from relax_events.config.resume_rules import SPEED, free
-from relax_events.config.reward import JUDGED
-
-if TYPE_CHECKING:
-    from relax_events.config.run_config import RunConfig
 
 
 class JudgeSamplingConfig(SamplingConfig):
@@ -81,42 +77,3 @@ class JudgeConfig(Section):
                 **media,
             }
         )
-
-
-def check_judge(config: RunConfig) -> None:
-    """Refuse a judge that no reward uses, or a second judge.
-
-    Raises:
-        ValueError: So it is; the text names the keys.
-    """
-    _check_evaluations(config)
-    if not config.has_judge:
-        return
-    reward = config.reward
-    if not config.judged_sources and not config.judged_datasets:
-        rule = f"judge.model_path is of no use with reward.function = {reward.function!r}"
-        raise ValueError(
-            f"{rule}, which uses no judge; set reward.function = '{JUDGED}', or leave "
-            "judge.model_path out"
-        )
-    if any("url" in reward.chosen[source].options for source in config.judged_sources):
-        remedy = "leave url out, and set judge.engine.sglang.urls to attach to servers of your own"
-        raise ValueError(f"reward.options.url and judge.model_path name two judges; {remedy}")
-
-
-def _check_evaluations(config: RunConfig) -> None:
-    for dataset in config.evaluation.datasets:
-        reward = dataset.reward or config.reward
-        functions = {source for source, one in reward.chosen.items() if one.function == JUDGED}
-        if not (judged := reward.judged_sources):
-            continue
-        if config.judge.model_path is None:
-            raise ValueError(
-                f"evaluation dataset {dataset.name} is scored by {JUDGED}, which needs a judge; "
-                "set judge.model_path, or url in the options of its reward"
-            )
-        if judged != functions:
-            raise ValueError(
-                f"evaluation dataset {dataset.name} has two judges: {JUDGED} with options.url, and "
-                "judge.model_path; take one of them for all its sources"
-            )

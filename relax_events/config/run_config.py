@@ -10,33 +10,23 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, model_validator
 
 from relax_events.config.algorithm import AlgorithmConfig
+from relax_events.config.algorithm_spec import with_group_size
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
-from relax_events.config.checks import (
-    DATASET_ENGINE,
-    check_answers,
-    check_critic_ranks,
-    check_hybrid,
-    check_mini_batches,
-    check_time_share,
-    check_token_staleness,
-    check_trainer_backend,
-    check_trainer_memory,
-    with_group_size,
-)
 from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig
 from relax_events.config.devices import DevicesConfig
-from relax_events.config.engine import EngineConfig, ModelConfig
+from relax_events.config.engine import DATASET_ENGINE, EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig
 from relax_events.config.external_values import Address, FilePath, Listener, Names, Text
 from relax_events.config.http import HttpConfig
-from relax_events.config.judge import JudgeConfig, check_judge
+from relax_events.config.judge import JudgeConfig
 from relax_events.config.resume_rules import IN_FLIGHT, SPEED, accepted, free, never
 from relax_events.config.reward import JUDGED, RewardConfig
+from relax_events.config.rules import find_violation
 from relax_events.config.scaling import ScalingConfig
-from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, check_teachers
+from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, TeacherModelConfig
 from relax_events.config.tracing import TracesConfig
 from relax_events.config.training import SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
@@ -349,124 +339,9 @@ class RunConfig(Section):
         return with_group_size(given, info)
 
     @model_validator(mode="after")
-    def _answers_are_there(self) -> RunConfig:
-        check_answers(self)
-        return self
-
-    @model_validator(mode="after")
-    def _environment_has_a_conversation_partner(self) -> RunConfig:
-        environment, algorithm = self.environment, self.algorithm
-        if environment.harness.is_served and self.evaluation.datasets:
-            raise ValueError(
-                "evaluation.datasets need an environment of the run's own: no harness takes the "
-                "sessions of an evaluation; leave them out, or environment.harness.port"
-            )
-        if environment.name and not algorithm.has_rewards:
-            rule = (
-                f"is of no use to algorithm {algorithm.name}, which learns from answers that the "
-                "data bring"
-            )
-            raise ValueError(f"environment {environment.name} {rule}; leave it out")
-        if environment.name and not self.data.chat_template:
-            need = "needs a chat template, which knows how messages part"
-            raise ValueError(f"environment {environment.name} {need}; leave data.chat_template out")
-        return self
-
-    @model_validator(mode="after")
-    def _rollout_workers_have_partitions(self) -> RunConfig:
-        workers, partitions = self.workers.rollout, self.broker.queue_partitions
-        if self.broker.prompt_queue == "consumer_group" and workers > partitions:
-            need = (
-                f"workers.rollout = {workers} needs broker.queue_partitions >= {workers}, got "
-                f"{partitions}"
-            )
-            raise ValueError(
-                f"a worker without a partition gets no prompts: {need}; set "
-                "broker.queue_partitions or workers.rollout"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_have_shards(self) -> RunConfig:
-        ranks = self.trainer.topology().data
-        if ranks > self.broker.partitions_per_version:
-            need = (
-                f"trainer.ranks = {self.trainer.ranks} needs broker.partitions_per_version >= "
-                f"{ranks}, got "
-                f"{self.broker.partitions_per_version}"
-            )
-            raise ValueError(
-                f"every data-parallel rank reads shards of its own: {need}; set "
-                "broker.partitions_per_version or trainer.ranks"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _train_batches_can_be_dealt(self) -> RunConfig:
-        check_mini_batches(self)
-        check_token_staleness(self)
-        return self
-
-    @model_validator(mode="after")
-    def _memory_settings_agree(self) -> RunConfig:
-        check_trainer_memory(self)
-        check_hybrid(self)
-        check_trainer_backend(self)
-        check_time_share(self)
-        check_critic_ranks(self)
-        return self
-
-    @model_validator(mode="after")
-    def _parent_is_usable(self) -> RunConfig:
-        parent, run = self.parent, self.run
-        if parent.run == run.id:
-            raise ValueError(
-                f"parent.run must be another run than run.id = {run.id!r}; give this one an "
-                "id of its own"
-            )
-        if parent.run and not self.is_replay and run.num_steps <= parent.from_version:
-            raise ValueError(
-                f"a fork counts on from version {parent.from_version}, so run.num_steps must "
-                f"be above it, got {run.num_steps}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _server_may_start(self) -> RunConfig:
-        stuck, engines = self.health.progress_timeout_seconds, {"engine": self.engine}
-        for section, engine in (
-            engines | {"judge.engine": self.judge.engine} if self.has_judge else engines
-        ).items():
-            if engine.name == "sglang" and stuck <= (
-                needed := engine.sglang.stall_seconds + engine.sglang.start_seconds
-            ):
-                rule = (
-                    f"health.progress_timeout_seconds must be above {needed:g}, got {stuck:g}: for "
-                    f"{section}.sglang.stall_seconds + start_seconds its server"
-                )
-                raise ValueError(
-                    f"{rule} may be started again while samples wait; set "
-                    "health.progress_timeout_seconds"
-                )
-            if 0 < self.scaling.timeout_seconds < engine.start_limit_seconds:
-                rule = (
-                    f"must be 0 or >= {engine.start_limit_seconds:g}, got "
-                    f"{self.scaling.timeout_seconds:g}"
-                )
-                raise ValueError(
-                    f"scaling.timeout_seconds {rule}: its server may take so long to start "
-                    f"and load ({section}.sglang.start_seconds)"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _has_its_teacher(self) -> RunConfig:
-        check_teachers(self)
-        return self
-
-    @model_validator(mode="after")
-    def _judge_is_asked(self) -> RunConfig:
-        check_judge(self)
+    def _keep_the_rules(self) -> RunConfig:
+        if (violation := find_violation(self)) is not None:
+            raise ValueError(violation)
         return self
 
     @property
@@ -504,6 +379,17 @@ class RunConfig(Section):
         left.
         """
         return self.reward.without(JUDGED) if self.has_judge else self.reward
+
+    def list_teachers(self) -> dict[str, TeacherModelConfig]:
+        """Return the teachers by the section that sets them; none where the run distils nothing
+        that it samples.
+        """
+        if not self.algorithm.distills or self.is_replay:
+            return {}
+        default: dict[str, TeacherModelConfig] = (
+            {} if self.teacher.model_path is None else {"teacher": self.teacher}
+        )
+        return default | {f"teachers.{name}": one for name, one in self.teachers.items()}
 
     @property
     def is_replay(self) -> bool:

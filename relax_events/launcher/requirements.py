@@ -13,7 +13,6 @@ from pathlib import Path
 
 from relax_events.config import ModelConfig, RunConfig, TeacherModelConfig
 from relax_events.config.algorithm_spec import find_algorithm
-from relax_events.config.teacher import list_teachers
 from relax_events.controller.api_server import require_api_port
 from relax_events.data.prompt_filter import build_length_filter, needs_token_counts
 from relax_events.data.rendering import PromptRenderer, load_judge_renderer
@@ -256,7 +255,7 @@ def require_teacher(config: RunConfig) -> str:
             if not config.algorithm.distills
             else "none: a replay reads what was recorded"
         )
-    teachers = list_teachers(config)
+    teachers = config.list_teachers()
     if not teachers:
         raise ConfigError(
             "algorithm.distill_coefficient needs a teacher; set teacher.model_path to the "

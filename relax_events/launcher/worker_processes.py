@@ -17,7 +17,6 @@ from typing import Self
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.config.teacher import list_teachers
 from relax_events.errors import RankLost
 from relax_events.launcher.fork_client import ForkedWorker, ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest
@@ -294,7 +293,7 @@ def computes_on_cpu(config: RunConfig) -> bool:
     some imports do, can't be forked.
     """
     known = {"cpu"} if any(path.exists() for path in ACCELERATORS) else {"cpu", "auto"}
-    teachers = {one.device for one in list_teachers(config).values()}
+    teachers = {one.device for one in config.list_teachers().values()}
     return {config.model.device, config.judge.device, *teachers} <= known
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig
 from relax_events.config.run_config import RunConfig
-from relax_events.config.teacher import list_teachers
 from relax_events.config.training import TrainerConfig
 from relax_events.config.unset_keys import with_values
 from relax_events.errors import ConfigError
@@ -274,7 +273,7 @@ class _Models:
             return [policy, self.facts.get("judge", policy)]
         if role != "teacher":
             return [self.facts.get(role, policy)]
-        teachers = list_teachers(self.config).items()
+        teachers = self.config.list_teachers().items()
         return [self.facts.get(name, policy) for name, one in teachers if not one.urls]
 
     def engine_of(self, role: str) -> EngineConfig:

@@ -1,0 +1,84 @@
+"""What workers need of partitions, processes and devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relax_events.config.run_config import RunConfig
+
+
+def check_partitions(config: RunConfig) -> Iterator[str]:
+    """Give workers or ranks that have no partition to read."""
+    workers, partitions = config.workers.rollout, config.broker.queue_partitions
+    if config.broker.prompt_queue == "consumer_group" and workers > partitions:
+        yield (
+            f"a worker without a partition gets no prompts: workers.rollout = {workers} needs "
+            f"broker.queue_partitions >= {workers}, got {partitions}; set "
+            "broker.queue_partitions or workers.rollout"
+        )
+    ranks = config.trainer.topology().data
+    if ranks > config.broker.partitions_per_version:
+        yield (
+            f"every data-parallel rank reads shards of its own: trainer.ranks = "
+            f"{config.trainer.ranks} needs broker.partitions_per_version >= {ranks}, got "
+            f"{config.broker.partitions_per_version}; set broker.partitions_per_version or "
+            "trainer.ranks"
+        )
+
+
+def check_hybrid(config: RunConfig) -> Iterator[str]:
+    """Give workers of two roles that can't be paired in one process."""
+    roles = config.roles()
+    for pair in config.hosted_pairs():
+        first, second = (f"workers.{role.replace('-', '_')}" for role in pair)
+        if roles[pair[0]] != roles[pair[1]]:
+            yield (
+                f"workers.hybrid = true pairs their processes, and {first} = {roles[pair[0]]} is "
+                f"not {second} = {roles[pair[1]]}; set both to the same number"
+            )
+    if config.workers.hybrid and config.broker.credentials is not None:
+        yield (
+            "workers.hybrid = true has two roles in one process, and broker.credentials gives each "
+            "role a user of its own; set workers.hybrid = false"
+        )
+
+
+def check_time_share(config: RunConfig) -> Iterator[str]:
+    """Give why trainer and engines can't take turns on a device."""
+    if config.devices.time_share:
+        for problem in _find_time_share_problems(config):
+            yield f"devices.time_share = true {problem}, or set devices.time_share = false"
+
+
+def _find_time_share_problems(config: RunConfig) -> Iterator[str]:
+    run, engine = config.run, config.rollout_engine
+    if config.is_replay:
+        yield "shares devices with engines, and a replay has none; leave it out"
+        return
+    if run.mode != "sync" and engine == "sglang":
+        yield (
+            f"with run.mode = {run.mode!r} takes the device from requests that run, which an "
+            "SGLang server does not survive; set run.mode = 'sync' and run.max_staleness = 0"
+        )
+    if run.mode != "sync" and config.workers.hybrid:
+        yield (
+            f"with run.mode = {run.mode!r} and workers.hybrid = true would take the device from "
+            "the engines for each sample that is scored; set workers.hybrid = false"
+        )
+    if engine not in ("transformers", "sglang"):
+        yield (
+            f"needs an engine that frees its memory, and that of the rollout workers is "
+            f"{engine!r}; set engine.name to 'transformers' or 'sglang'"
+        )
+    if engine == "sglang" and config.engine.sglang.urls:
+        yield (
+            "needs servers that rollout workers start, and engine.sglang.urls names running ones; "
+            "leave it out"
+        )
+    if config.weights.transport == "nccl":
+        yield (
+            "frees the devices between which weights.transport = 'nccl' sends; set "
+            "weights.transport = 'store'"
+        )
