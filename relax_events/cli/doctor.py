@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
-    from relax_events.launcher.attack_check import AttackResult
+    from relax_events.attacks.attack_check import AttackResult
 
 
 def doctor(
@@ -74,7 +74,7 @@ def _check(
 
 def _attack(door: str, tree: dict[str, Any], *, is_printed: bool) -> bool:
     """Make the attacks, and print a line for each entry point or add them to the tree."""
-    from relax_events.launcher.attack_check import (
+    from relax_events.attacks.attack_check import (
         REMEDY,
         attack_this_machine,
         choose_assaults,

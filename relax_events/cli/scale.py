@@ -46,7 +46,7 @@ def _client(
     from relax_events.config import load_run_config
     from relax_events.controller.api_client import ScaleClient
     from relax_events.controller.api_server import ApiEndpointFile
-    from relax_events.kafka.security.folder import read_secret
+    from relax_events.secret_handling import read_secret
 
     run = load_run_config(config, overrides)
     endpoint = ApiEndpointFile.from_config(run)

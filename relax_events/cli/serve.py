@@ -186,8 +186,7 @@ def _open_token(file: Path | None) -> str:
     import secrets
     import sys
 
-    from relax_events.kafka.security.folder import read_secret, write_private
-    from relax_events.telemetry.logs import hide
+    from relax_events.secret_handling import hide, read_secret, write_private
 
     if file is None and (given := os.environ.pop(TOKEN_VARIABLE, "")):
         hide(given)

@@ -25,8 +25,7 @@ from relax_events.http.server import (
     find_missing_package,
     open_listener,
 )
-from relax_events.kafka.security.folder import read_secret, write_private
-from relax_events.telemetry.logs import hide
+from relax_events.secret_handling import hide, read_secret, write_private
 
 TOKEN_BYTES = 32
 

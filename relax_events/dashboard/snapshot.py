@@ -20,7 +20,7 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.dashboard.run_reader import RunReader
 from relax_events.dashboard.snapshot_answers import collect_answers
-from relax_events.runtime.private_files import write_private
+from relax_events.secret_handling import write_private
 
 log = structlog.get_logger()
 STATIC = Path(__file__).parent / "static"

@@ -57,9 +57,9 @@ from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
 from relax_events.gateway.session_keys import SessionKeys
 from relax_events.gateway.session_media import MediaThreads, SessionMedia
-from relax_events.kafka.security.folder import read_secret
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
+from relax_events.secret_handling import read_secret
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 log = structlog.get_logger()

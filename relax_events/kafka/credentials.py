@@ -9,12 +9,12 @@ from pathlib import Path
 
 from relax_events.config import BrokerConfig, RunConfig
 from relax_events.errors import ConfigError
-from relax_events.kafka.security.folder import SecurityFolder, read_configured_file, read_secret
+from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.kafka.security.settings import (
     build_client_settings,
     read_embedded_client_settings,
 )
-from relax_events.telemetry.logs import hide
+from relax_events.secret_handling import hide, read_configured_file, read_secret
 
 PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of the variable
 PEM_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"

@@ -23,7 +23,7 @@ from relax_events.errors import (
     SchemaError,
 )
 from relax_events.events.codec import EventCodec
-from relax_events.telemetry.logs import hide
+from relax_events.secret_handling import hide
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema, SchemaRegistryClient

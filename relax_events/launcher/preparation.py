@@ -19,7 +19,7 @@ from relax_events.data.sources import (
 from relax_events.errors import ConfigError, RunFailed
 from relax_events.launcher.fork_protocol import worker_environment
 from relax_events.launcher.requirements import REQUIREMENTS, require_context_length
-from relax_events.runtime.private_files import write_private
+from relax_events.secret_handling import write_private
 from relax_events.session.defaults import read_resolved, resolve_defaults
 
 

@@ -21,7 +21,6 @@ from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
 from relax_events.gateway.program import resolve_command
 from relax_events.http.server import open_listener
-from relax_events.kafka.security.folder import read_secret
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
 from relax_events.models.token_table import require_same_vocabulary
@@ -36,6 +35,7 @@ from relax_events.plugins import (
 )
 from relax_events.regular_files import require_regular_files
 from relax_events.rewards.run_judge import load_grading, load_judge_rewards
+from relax_events.secret_handling import read_secret
 from relax_events.telemetry.traces import require_tracing
 from relax_events.telemetry.trackers import require_trackers
 

@@ -44,7 +44,7 @@ from relax_events.projections.scaling import ScaleState
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.runtime.control_follower import GATHER, ControlFollower
 from relax_events.runtime.drain import Drain
-from relax_events.runtime.private_files import write_private
+from relax_events.secret_handling import write_private
 from relax_events.session.broker_address import (
     OPERATOR,
     embedded_broker,

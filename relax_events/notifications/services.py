@@ -16,8 +16,8 @@ from relax_events.config import RunConfig, TelemetryConfig
 from relax_events.errors import ConfigError
 from relax_events.events.parts import now_micros
 from relax_events.notifications.builder import Notification
+from relax_events.secret_handling import hide
 from relax_events.telemetry.delivery import DeliveryQueue
-from relax_events.telemetry.logs import hide
 from relax_events.telemetry.trackers import DeliveryProgress
 
 VARIABLE = "RELAX_NOTIFICATION_URLS"

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_events.errors import ConfigError
-from relax_events.kafka.security.folder import MAX_SECRET_BYTES, read_configured_file
 from relax_events.objects.rights import STORE_RIGHTS
-from relax_events.telemetry.logs import hide
+from relax_events.secret_handling import MAX_SECRET_BYTES, hide, read_configured_file
 
 FILE_VARIABLE, FOLDER_VARIABLE = "OBJECTS_CREDENTIALS_FILE", "OBJECTS_CREDENTIALS"
 PRINCIPAL_VARIABLE = "RELAX_BROKER__PRINCIPAL"

@@ -22,15 +22,10 @@ from relax_events.kafka.security.acls import (
     build_run_prefix,
     build_username,
 )
-from relax_events.kafka.security.folder import (
-    ADMIN,
-    EMBEDDED_HOST,
-    SecurityFolder,
-    read_secret,
-    write_private,
-)
+from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, SecurityFolder
 from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
 from relax_events.kafka.security.settings import build_broker_settings, read_admin_settings
+from relax_events.secret_handling import read_secret, write_private
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 CA_LIFETIME = timedelta(days=3650)

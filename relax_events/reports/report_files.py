@@ -71,8 +71,8 @@ from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
 from relax_events.reports.export_command import build_export_command
-from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import digest_config
+from relax_events.secret_handling import write_private
 from relax_events.session.resume import settings_history
 
 MICROS = 1e6

@@ -18,10 +18,10 @@ from typing import Protocol, runtime_checkable
 import structlog
 
 from relax_events.engines.protocol import Engine
-from relax_events.models.shared_device import find_lock, wait_for_turn
 from relax_events.runtime.device_turn import DeviceTurn
 from relax_events.runtime.resident_memory import resident_bytes
 from relax_events.runtime.worker import Worker
+from relax_events.training.shared_device import find_lock, wait_for_turn
 
 log = structlog.get_logger()
 

@@ -15,11 +15,11 @@ from typing import Protocol, runtime_checkable
 import structlog
 
 from relax_events.errors import ConfigError
-from relax_events.models.shared_device import find_lock
 from relax_events.runtime.device_turn import DeviceTurn
 from relax_events.runtime.hosting import current_host
 from relax_events.runtime.resident_memory import resident_bytes
 from relax_events.runtime.worker import Worker
+from relax_events.training.shared_device import find_lock
 
 log = structlog.get_logger()
 WAIT_SECONDS = 0.5

@@ -6,9 +6,7 @@ import os
 from contextlib import suppress
 
 from relax_events.config import RunConfig
-from relax_events.kafka.security.folder import write_private
 
-__all__ = ["keep_private", "write_private"]
 OTHERS = 0o077
 """The permissions of all users except the owner."""
 

@@ -116,7 +116,7 @@ def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
 
 def _measure_optimizer(config: RunConfig) -> float:
     """Measure an optimizer's state; loads torch."""
-    from relax_events.training.backend.named_optimizer import measure_state_bytes
+    from relax_events.models.optimizers import measure_state_bytes
 
     return measure_state_bytes(config.trainer)
 

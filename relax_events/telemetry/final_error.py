@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from relax_events.telemetry.logs import redacted
+from relax_events.secret_handling import redact
 
 EVENT = "worker.failed"
 MAX_TEXT = 4000
@@ -45,7 +45,7 @@ def write_final_error(error: BaseException, *, exit_code: int) -> None:
     """Write the error that ends this process to stderr as one line of JSON, independent of the log
     format.
     """
-    text = redacted(str(error))[:MAX_TEXT]
+    text = redact(str(error))[:MAX_TEXT]
     final = FinalError(os.getpid(), type(error).__name__, text, exit_code, time.time_ns() // 1000)
     line = orjson.dumps({"event": EVENT, "level": "error", **asdict(final)}).decode()
     print(f"\n{line}", file=sys.stderr, flush=True)

@@ -1,13 +1,10 @@
-"""Configures structlog: readable lines on a terminal, JSON elsewhere. Code that reads a secret
-registers it here, and log events hide it from then on.
-"""
+"""Configures structlog: readable lines on a terminal, JSON elsewhere, and no secrets in either."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-import threading
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -16,28 +13,7 @@ import orjson
 import structlog
 
 from relax_events.config import TelemetryConfig
-
-HIDDEN = "(hidden)"
-MIN_LENGTH = 6
-"""Hiding shorter ones would damage ordinary text and protect nothing."""
-_lock = threading.Lock()
-_secrets: set[str] = set()
-
-
-def hide(secret: str) -> None:
-    """Register a secret to be hidden in all log events of this process."""
-    if len(secret) >= MIN_LENGTH:
-        with _lock:
-            _secrets.add(secret)
-
-
-def redacted(text: str) -> str:
-    """Return a text without registered secrets."""
-    with _lock:
-        found = [secret for secret in _secrets if secret in text]
-    for secret in sorted(found, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return text
+from relax_events.secret_handling import redact
 
 
 def redact_event(_: Any, __: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -51,7 +27,7 @@ def _redacted_value(value: Any) -> Any:
     if isinstance(value, bool | int | float) or value is None:
         return value
     text = value if isinstance(value, str) else str(value)
-    shown = redacted(text)
+    shown = redact(text)
     return value if shown == text else shown
 
 

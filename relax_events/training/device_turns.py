@@ -14,12 +14,12 @@ from collections.abc import Callable
 import structlog
 
 from relax_events.errors import ConfigError
-from relax_events.models.shared_device import find_lock
 from relax_events.runtime.device_turn import DeviceTurn
 from relax_events.runtime.resident_memory import resident_bytes
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.protocol import OffloadingBackend, TrainerBackend
 from relax_events.training.ranks import Ranks
+from relax_events.training.shared_device import find_lock
 
 log = structlog.get_logger()
 ROUND_SECONDS = 0.25

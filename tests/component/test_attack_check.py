@@ -8,17 +8,17 @@ from functools import partial
 
 import pytest
 
-from relax_events.attacks.suite import Assault, Attack, NotPossible, Prepare
-from relax_events.attacks.targets import Targets
-from relax_events.cli.doctor import doctor
-from relax_events.confinement.entry_points import Door
-from relax_events.errors import ConfigError
-from relax_events.launcher.attack_check import (
+from relax_events.attacks.attack_check import (
     AttackResult,
     attack_this_machine,
     choose_assaults,
     door_name,
 )
+from relax_events.attacks.suite import Assault, Attack, NotPossible, Prepare
+from relax_events.attacks.targets import Targets
+from relax_events.cli.doctor import doctor
+from relax_events.confinement.entry_points import Door
+from relax_events.errors import ConfigError
 
 pytestmark = pytest.mark.component
 

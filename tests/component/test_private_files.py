@@ -17,7 +17,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from relax_events.config import load_run_config
-from relax_events.runtime.private_files import keep_private, write_private
+from relax_events.runtime.private_files import keep_private
+from relax_events.secret_handling import write_private
 config = load_run_config(Path(sys.argv[1]), environment={})
 keep_private(config)
 write_private(config.run_directory / "report.html", b"page")

@@ -18,8 +18,8 @@ from relax_events.events.types import Event, RunCommanded, RunDescribed
 from relax_events.notifications.builder import MAX_NOTIFICATIONS, NotificationBuilder
 from relax_events.notifications.services import VARIABLE, open_notifiers
 from relax_events.projections.health import Intervention, RecoveryLevel, Symptom
+from relax_events.secret_handling import redact
 from relax_events.telemetry import delivery as feeding
-from relax_events.telemetry.logs import redacted
 from tests.unit.run_events import run_config, train_step
 
 SECOND = 10**6
@@ -166,7 +166,7 @@ def test_notification_urls_are_redacted_in_error_messages(tmp_path: Path, servic
     ) as refused:
         open_notifiers(config.model_copy(update={"telemetry": telemetry}), failed=lambda _: None)
     assert "s3cret" not in str(refused.value)
-    assert redacted(f"posting to {service.url} failed") == "posting to (hidden) failed"
+    assert redact(f"posting to {service.url} failed") == "posting to (hidden) failed"
     missing = config.telemetry.model_copy(update={"notification_urls_file": tmp_path / "missing"})
     with pytest.raises(
         ConfigError,

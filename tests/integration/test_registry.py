@@ -29,7 +29,7 @@ from relax_events.errors import (
 from relax_events.events.codec import CONFLUENT_HEADER_BYTES, EventCodec, UnknownFingerprint
 from relax_events.events.schemas import current_release, schema_directory
 from relax_events.kafka.schema_registry import RegistryClient, open_codec, read_registry_login
-from relax_events.telemetry.logs import redacted
+from relax_events.secret_handling import redact
 
 SCHEMAS = current_release(schema_directory()).schemas
 NAME = "relax.events.sample.PromptGroupEnded"
@@ -279,7 +279,7 @@ def test_password_of_a_login_is_in_no_log_event(tmp_path: Path) -> None:
     login = tmp_path / "login"
     login.write_text("reader:s3cret-of-the-registry")
     assert read_registry_login(login) == "reader:s3cret-of-the-registry"
-    assert redacted("Basic reader:s3cret-of-the-registry") == "Basic reader:(hidden)"
+    assert redact("Basic reader:s3cret-of-the-registry") == "Basic reader:(hidden)"
 
 
 @pytest.mark.parametrize(

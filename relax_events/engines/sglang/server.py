@@ -31,7 +31,7 @@ from relax_events.engines.sglang.generation import ServedVersion
 from relax_events.engines.sglang.lifecycle import ServerLifecycle
 from relax_events.engines.sglang.process import ServerProcess, make_weights_folder
 from relax_events.events.parts import FinishReason
-from relax_events.kafka.security.folder import read_secret
+from relax_events.secret_handling import read_secret
 from relax_events.weights import Weights
 
 Result = TypeVar("Result")

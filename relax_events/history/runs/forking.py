@@ -17,8 +17,8 @@ from relax_events.history.runs.inherited_code import Accept, read_own_run_files,
 from relax_events.history.runs.listing import read_runs
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
-from relax_events.runtime.private_files import write_private
 from relax_events.runtime.run_description import SHAPE_KEYS, ParentRun
+from relax_events.secret_handling import write_private
 
 RUN_FILE = "run-file.json"
 NEWEST = -1

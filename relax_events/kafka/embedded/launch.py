@@ -34,7 +34,7 @@ from relax_events.kafka.embedded.security import (
 )
 from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.kafka.embedded.storage import ensure_formatted, is_formatted, require_free_space
-from relax_events.kafka.security.folder import write_private
+from relax_events.secret_handling import write_private
 
 STATE_NAME = "broker.json"
 LOG_NAME = "broker.log"

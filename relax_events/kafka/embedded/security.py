@@ -16,14 +16,7 @@ from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.kafka.embedded.directory import PASSWORD, BrokerState
 from relax_events.kafka.embedded.ports import HOST
 from relax_events.kafka.embedded.storage import is_formatted
-from relax_events.kafka.security.folder import (
-    ADMIN,
-    EMBEDDED_HOST,
-    PASSWORD_BYTES,
-    SecurityFolder,
-    read_secret,
-    write_private,
-)
+from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, PASSWORD_BYTES, SecurityFolder
 from relax_events.kafka.security.scram import ScramCredential
 from relax_events.kafka.security.settings import (
     CLIENTS,
@@ -37,6 +30,7 @@ from relax_events.kafka.security.settings import (
     read_admin_settings,
     read_embedded_client_settings,
 )
+from relax_events.secret_handling import read_secret, write_private
 
 PASSWORD_NAME = "password"  # noqa: S105 the name of the file
 NODE_USER = "node"

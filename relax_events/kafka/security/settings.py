@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_events.kafka.security.folder import ADMIN, SecurityFolder, read_secret
+from relax_events.kafka.security.folder import ADMIN, SecurityFolder
+from relax_events.secret_handling import read_secret
 
 MECHANISM = "SCRAM-SHA-512"
 EMBEDDED_PROTOCOL, EMBEDDED_USER = "SASL_PLAINTEXT", "relax"

@@ -28,8 +28,8 @@ from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.types import BroadcastMembership
 from relax_events.runtime.failpoints import failpoint
+from relax_events.secret_handling import hide
 from relax_events.telemetry.component_metrics import WeightMetrics
-from relax_events.telemetry.logs import hide
 from relax_events.weights.broadcast.buckets import BufferDigest, Layout
 from relax_events.weights.broadcast.channel import (
     MAX_PENDING_BUCKETS,

@@ -26,8 +26,8 @@ from relax_events.config import WeightsConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import EnvironmentProblem
 from relax_events.events.types import BroadcastMembership
+from relax_events.secret_handling import hide
 from relax_events.telemetry.component_metrics import WeightMetrics
-from relax_events.telemetry.logs import hide
 from relax_events.weights.broadcast.buckets import Layout
 from relax_events.weights.broadcast.control_socket import ControlSocket
 from relax_events.weights.broadcast.engine_connection import EngineConnection, WeightsSnapshot

@@ -22,7 +22,7 @@ from relax_events.kafka.credentials import (
 )
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.ops.security import create_folder
-from relax_events.telemetry.logs import redacted
+from relax_events.secret_handling import redact
 
 SECRET = "correct horse battery staple"
 
@@ -134,7 +134,7 @@ def test_secret_is_redacted_in_text_and_in_the_connection_repr(tmp_path: Path) -
         BrokerConfig(username="me", password_file=tmp_path / "password"), client_id="c"
     )
     assert SECRET not in repr(connection)
-    assert redacted(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"
+    assert redact(f"login of me with {SECRET} failed") == "login of me with (hidden) failed"
 
 
 def test_ca_file_may_be_a_large_bundle_with_non_ascii_comments(tmp_path: Path) -> None:

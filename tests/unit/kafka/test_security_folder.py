@@ -14,8 +14,9 @@ import pytest
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.kafka.security.acls import PRINCIPALS, build_acls
-from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, SecurityFolder, read_secret
+from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, SecurityFolder
 from relax_events.ops.security import Renewal, create_folder
+from relax_events.secret_handling import read_secret
 
 YEAR = timedelta(days=365)
 READABLE_BY_ALL = {"ca.pem"}

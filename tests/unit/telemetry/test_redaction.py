@@ -7,7 +7,8 @@ import pytest
 import structlog
 
 from relax_events.config import TelemetryConfig
-from relax_events.telemetry.logs import configure_logs, hide, redact_event, redacted
+from relax_events.secret_handling import hide, redact
+from relax_events.telemetry.logs import configure_logs, redact_event
 
 SECRET = "tr0ub4dor-and-three"
 
@@ -42,10 +43,10 @@ def test_values_without_secrets_stay_what_they_are() -> None:
 def test_very_short_secrets_are_not_redacted_from_ordinary_text() -> None:
     hide("")
     hide("run")
-    assert redacted("a run runs") == "a run runs"
+    assert redact("a run runs") == "a run runs"
 
 
 def test_secret_containing_another_secret_is_hidden_completely() -> None:
     hide("hunter2")
     hide("hunter2-hunter3")
-    assert redacted("hunter2-hunter3") == "(hidden)"
+    assert redact("hunter2-hunter3") == "(hidden)"

@@ -13,8 +13,8 @@ from torch import nn
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.models.optimizers import measure_state_bytes
 from relax_events.training.backend.flat_parameters import FlatParameters
-from relax_events.training.backend.named_optimizer import measure_state_bytes
 from relax_events.training.backend.state import TrainerState
 
 pytestmark = pytest.mark.unit
