@@ -58,7 +58,7 @@ def run(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
         "reward": data["reward_last_10"],
         "wall_seconds": data["wall_seconds"],
         "staleness_mean": data["staleness_mean"],
-        "tokens_per_second": data["tokens_per_second"],
+        "tokens_per_second": data["tokens_trained"] / data["train_seconds"],
     }
 
 

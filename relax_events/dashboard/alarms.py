@@ -12,6 +12,7 @@ from relax_events.dashboard.views import group_curves, recent_share
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.projections.run_status import compute_silence_limit, find_live_workers
+from relax_events.projections.step_rates import compute_rates
 
 MICROS = 1e6
 RECENT_STEPS = 20
@@ -196,27 +197,24 @@ def _stuck(heartbeat: WorkerHeartbeat) -> Alarm:
 
 
 def _of_progress(fold: RunFold, now: int) -> Iterator[Alarm]:
-    committed = fold.curves.committed_at
-    if len(committed) < 2 or fold.state.is_paused:
+    steps, rates = fold.state.steps[-RECENT_STEPS:], compute_rates(fold.state.steps)
+    if rates.step_seconds is None or fold.state.is_paused:
         return
-    recent = committed[-RECENT_STEPS:]
-    interval = (recent[-1] - recent[0]) / (len(recent) - 1) / MICROS
-    silent = (now - committed[-1]) / MICROS
-    if silent > max(STALLED_STEPS * interval, STALLED_SECONDS):
+    silent = (now - steps[-1].committed_at) / MICROS
+    if silent > max(STALLED_STEPS * rates.step_seconds, STALLED_SECONDS):
         yield Alarm(
             "run_stalled",
             "critical",
-            committed[-1],
+            steps[-1].committed_at,
             "relax-run-stalled",
-            {"seconds": silent, "interval": interval},
+            {"seconds": silent, "interval": rates.step_seconds},
         )
-    waits = sum(fold.curves.phases.get("wait", ())[-RECENT_STEPS:])
-    total = sum(sum(column[-RECENT_STEPS:]) for column in fold.curves.phases.values())
-    if total > 0 and waits / total > STARVED_RATIO and len(recent) == RECENT_STEPS:
+    waiting = rates.phase_ratios.get("wait", 0.0)
+    if waiting > STARVED_RATIO and len(steps) == RECENT_STEPS:
         yield Alarm(
             "trainer_starved",
             "warning",
-            recent[0],
+            steps[0].committed_at,
             "relax-trainer-starved",
-            {"ratio": waits / total},
+            {"ratio": waiting},
         )

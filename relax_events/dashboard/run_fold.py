@@ -22,7 +22,8 @@ from relax_events.events.types import (
     WorkerHeartbeat,
 )
 from relax_events.projections.health import HealthState
-from relax_events.projections.run_state import RunState, count_samples
+from relax_events.projections.run_state import RunState
+from relax_events.projections.step_rates import compute_rates
 
 MAX_REPORTS = 720
 """Reports of a worker that are kept: an hour at the default interval."""
@@ -31,6 +32,7 @@ MAX_COMPONENTS = 32
 MAX_INTERVAL_SECONDS = 60.0
 MICROS = 1e6
 OWN_ID = "dashboard"
+RATES = ("step_seconds", "tokens_per_second", "samples_per_second")
 
 
 class StepCurves:
@@ -44,17 +46,14 @@ class StepCurves:
 
     def apply(self, step: TrainStepCommitted) -> None:
         """Append a step."""
-        previous = self.committed_at[-1] if self.committed_at else None
         self.steps.append(step.train_step)
         self.committed_at.append(step.committed_at)
-        values = dict(step.metrics)
-        if previous is not None and step.committed_at > previous:
-            seconds = (step.committed_at - previous) / MICROS
-            values["step_seconds"] = seconds
-            values["samples_per_second"] = count_samples(step) / seconds
-            if "num_tokens" in values:
-                values["tokens_per_second"] = values["num_tokens"] / seconds
-        self._append(self.columns, values)
+        rates = compute_rates([step])
+        values = {name: getattr(rates, name) for name in RATES}
+        self._append(
+            self.columns,
+            step.metrics | {name: rate for name, rate in values.items() if rate is not None},
+        )
         self._append(self.phases, step.phase_seconds)
         counts = step.staleness_counts
         self.staleness_counts += [0] * (len(counts) - len(self.staleness_counts))

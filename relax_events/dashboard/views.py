@@ -56,7 +56,7 @@ def build_summary(reader: RunReader) -> dict[str, Any]:
     now = now_micros()
     with reader.lock:
         fold, state = reader.fold, reader.fold.state
-        progress = ProgressMetrics.from_state(fold.config, state, lag={}, since_micros=0)
+        progress = ProgressMetrics.from_state(fold.config, state, lag={})
         return {
             "run_id": fold.config.run.id,
             "status": decide_status(state, fold.config.workers, now=reader.status.known_now(now)),

@@ -15,9 +15,9 @@ reward_first, reward_last: Mean reward over the samples of the first and of the 
 reward_first_10, reward_last_10: Mean of the mean rewards of the first and of the newest 10 steps,
     or of as many as there are.
 tokens_trained: Tokens of all trained samples, prompt and completion.
-tokens_per_second, samples_per_second: Those trained per second of `train_seconds`, over the steps
-    of this invocation (of the whole run if this invocation committed none).
-train_seconds: The sum of `curves.step_seconds` of the same steps.
+train_seconds: The sum of `curves.step_seconds`.
+tokens_per_second, samples_per_second: Those trained per second over the newest 20 steps, as `relax
+    status` and the page show them; the mean over the run is `tokens_trained / train_seconds`.
 outcomes: Prompt groups: `issued` in all, by outcome (`trained`, `filtered`, `expired`,
     `failed`), and those `in_flight`.
 samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
@@ -33,8 +33,7 @@ the step that trained it, over
     the bound.
 phase_seconds: Trainer's seconds by phase (rank 0), summed over all steps.
 curves: Lists with one entry per step in order: `train_step`, every metric of the step (as the
-    trainer committed it, floats exact), `staleness_max`, `step_seconds` (from the commit before to
-    this one; of the first step of the run and of this invocation the sum of its phases) and
+    trainer committed it, floats exact), `staleness_max`, `step_seconds` (the sum of its phases) and
     `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase. The critic's
     metrics are here too.
 source: The parent of a replay or fork: its `run_id`, the `from_version`, and its `curves` at
@@ -69,7 +68,8 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
-from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
+from relax_events.projections.run_state import RunState, max_sample_staleness
+from relax_events.projections.step_rates import compute_rates
 from relax_events.reports.export_command import build_export_command
 from relax_events.runtime.run_description import digest_config
 from relax_events.secret_handling import write_private
@@ -152,7 +152,7 @@ def build_report(
     """
     steps = state.steps
     started_at = ended_at - int(wall_seconds * MICROS)
-    curves = step_curves(steps, started_at=started_at) | critic_curves(state)
+    curves, rates = step_curves(steps) | critic_curves(state), compute_rates(steps)
     return {
         "run_id": config.run.id,
         "succeeded": succeeded,
@@ -164,7 +164,10 @@ def build_report(
         "num_steps": config.num_train_steps,
         "policy_version": state.policy_version,
         **reward_summary(curves["reward_mean"]),
-        **throughput(steps, curves, started_at=started_at),
+        "tokens_trained": math.fsum(step.metrics.get("num_tokens", 0.0) for step in steps),
+        "train_seconds": math.fsum(seconds or 0.0 for seconds in curves["step_seconds"]),
+        "tokens_per_second": rates.tokens_per_second,
+        "samples_per_second": rates.samples_per_second,
         **ledger.totals(),
         "max_staleness": ledger.max_staleness,
         "phase_seconds": {
@@ -207,20 +210,17 @@ def evaluation_rows(evaluations: Iterable[PolicyEvaluated]) -> list[dict[str, An
     return rows
 
 
-def step_curves(steps: Sequence[TrainStepCommitted], *, started_at: int) -> dict[str, Any]:
+def step_curves(steps: Sequence[TrainStepCommitted]) -> dict[str, Any]:
     """Return the run's curves, one entry per step; see the module's docstring."""
     names = list(dict.fromkeys(["reward_mean", *(name for step in steps for name in step.metrics)]))
     phases = list(dict.fromkeys(phase for step in steps for phase in step.phase_seconds))
-    seconds = step_seconds(steps, started_at=started_at)
+    rates = [compute_rates([step]) for step in steps]
     return {
         "train_step": [step.train_step for step in steps],
         **{name: [finite(step.metrics.get(name)) for step in steps] for name in names},
         "staleness_max": [max_sample_staleness(step) for step in steps],
-        "step_seconds": seconds,
-        "tokens_per_second": [
-            ratio(step.metrics.get("num_tokens"), spent)
-            for step, spent in zip(steps, seconds, strict=True)
-        ],
+        "step_seconds": [one.step_seconds for one in rates],
+        "tokens_per_second": [one.tokens_per_second for one in rates],
         "phase_seconds": {
             phase: [step.phase_seconds.get(phase, 0.0) for step in steps] for phase in phases
         },
@@ -240,52 +240,10 @@ def critic_curves(state: RunState) -> dict[str, Any]:
     }
 
 
-def step_seconds(steps: Sequence[TrainStepCommitted], *, started_at: int) -> list[float]:
-    """Return the seconds of each step, without the pause before this invocation resumed the run;
-    see the module's docstring.
-    """
-    seconds = []
-    previous: int | None = None
-    for step in steps:
-        is_opening = previous is None or previous < started_at <= step.committed_at
-        spent = (
-            sum(step.phase_seconds.values())
-            if is_opening or previous is None
-            else (step.committed_at - previous) / MICROS
-        )
-        seconds.append(spent)
-        previous = step.committed_at
-    return seconds
-
-
-def throughput(
-    steps: Sequence[TrainStepCommitted], curves: Mapping[str, Any], *, started_at: int
-) -> dict[str, float | None]:
-    """Return the number of trained tokens, and rates over this invocation; see the module's
-    docstring.
-    """
-    mine = [index for index, step in enumerate(steps) if step.committed_at >= started_at] or list(
-        range(len(steps))
-    )
-    tokens = [step.metrics.get("num_tokens", 0.0) for step in steps]
-    seconds = math.fsum(curves["step_seconds"][index] for index in mine)
-    return {
-        "tokens_trained": sum(tokens),
-        "train_seconds": seconds,
-        "tokens_per_second": ratio(sum(tokens[index] for index in mine), seconds),
-        "samples_per_second": ratio(sum(count_samples(steps[index]) for index in mine), seconds),
-    }
-
-
 def mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the known values; None when there are none."""
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
-
-
-def ratio(value: float | None, seconds: float) -> float | None:
-    """Return a rate; None when value or time is missing."""
-    return value / seconds if value is not None and seconds > 0 else None
 
 
 def finite(value: float | None) -> float | None:

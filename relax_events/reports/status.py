@@ -98,9 +98,7 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             workers = WorkerTable(self._config, since_micros=self._heartbeats_since()).rows(
                 state, alive=alive, now_micros=now_micros()
             )
-            progress = ProgressMetrics.from_state(
-                self._config, state, lag=lag, since_micros=state.resumed_at
-            )
+            progress = ProgressMetrics.from_state(self._config, state, lag=lag)
             reason = state.ended.reason if state.ended is not None else ""
             return RunView(self._config.run.id, self._run.status, reason, progress, workers, lag)
 
@@ -111,12 +109,10 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             stream: The terminal.
             turn_seconds: Interval between two updates.
         """
-        since = self._run.state.resumed_at
         with ProgressDisplay(
             self._config,
             tty=True,
             stream=stream,
-            steps_since=since,
             heartbeats_since=self._heartbeats_since(),
         ) as display:
             while True:

@@ -55,9 +55,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             cursor.
         stream: Where to write; the process's stderr by default.
         clock: Monotonic seconds, for the interval of lines.
-        steps_since: Rates are computed over steps since then, microseconds since the epoch; from
-            now on by default.
-        heartbeats_since: Older heartbeats are ignored; likewise.
+        heartbeats_since: Older heartbeats are ignored, microseconds since the epoch; from now on by
+            default.
     """
 
     def __init__(
@@ -67,13 +66,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         tty: bool | None = None,
         stream: TextIO | None = None,
         clock: Clock = time.monotonic,
-        steps_since: int | None = None,
         heartbeats_since: int | None = None,
     ) -> None:
         stream = stream or sys.stderr
         tty = stream.isatty() and os.environ.get("TERM") != "dumb" if tty is None else tty
         self._config = config
-        self._since = now_micros() if steps_since is None else steps_since
         self._workers = WorkerTable(
             config, since_micros=now_micros() if heartbeats_since is None else heartbeats_since
         )
@@ -118,7 +115,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._newest is None:
             return
         state, lag, alive = self._newest
-        metrics = ProgressMetrics.from_state(self._config, state, lag=lag, since_micros=self._since)
+        metrics = ProgressMetrics.from_state(self._config, state, lag=lag)
         workers = self._workers.rows(state, alive=alive, now_micros=now_micros())
         self._surface.show(metrics, workers, lag=lag, is_last=is_last)
 

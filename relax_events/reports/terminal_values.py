@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import WorkerState
-from relax_events.events.types import TrainStepCommitted, WorkerHeartbeat
-from relax_events.projections.run_state import RunState, count_samples, max_sample_staleness
+from relax_events.events.types import WorkerHeartbeat
+from relax_events.projections.run_state import RunState, max_sample_staleness
+from relax_events.projections.step_rates import compute_rates
 
-RECENT_STEPS = 20
 SPARK_STEPS = 40
 SILENT_SECONDS = 5.0
 ENGINE_METRIC = "decoding_samples"
@@ -24,9 +24,8 @@ class ProgressMetrics:
     """A run's progress; None where a value is unknown.
 
     `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
-    the last steps, oldest first. Rates and the remaining time come from the last steps that were
-    committed since the display was opened, so the pause before a resumed session does not count.
-    `phase_ratios` are the shares of the trainer's time over the same steps, by phase.
+    the last steps, oldest first. The rates by time, the remaining time and `phase_ratios` come from
+    `compute_rates`.
     """
 
     step: int
@@ -58,7 +57,6 @@ class ProgressMetrics:
         state: RunState,
         *,
         lag: Mapping[str, Mapping[int, int]],
-        since_micros: int,
     ) -> ProgressMetrics:
         """Compute the metrics.
 
@@ -66,14 +64,10 @@ class ProgressMetrics:
             config: The run's goal.
             state: The folded control log.
             lag: Records behind, by role and slot.
-            since_micros: When the display was opened, microseconds since the epoch.
         """
         newest = state.steps[-1] if state.steps else None
         metrics = newest.metrics if newest else {}
-        recent = [
-            step for step in state.steps[-RECENT_STEPS - 1 :] if step.committed_at >= since_micros
-        ]
-        counted, seconds = recent_steps(recent)
+        rates = compute_rates(state.steps)
         rewards = (step.metrics.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
         return cls(
             step=state.num_steps,
@@ -85,42 +79,15 @@ class ProgressMetrics:
             kl_estimate=metrics.get("kl_estimate"),
             staleness_mean=metrics.get("staleness_mean"),
             staleness_max=max_sample_staleness(newest) if newest else None,
-            tokens_per_second=sum(step.metrics.get("num_tokens", 0.0) for step in counted) / seconds
-            if seconds > 0
-            else None,
-            samples_per_second=sum(count_samples(step) for step in counted) / seconds
-            if seconds > 0
-            else None,
-            remaining_seconds=max(config.num_train_steps - state.num_steps, 0)
-            * seconds
-            / len(counted)
-            if seconds > 0
+            tokens_per_second=rates.tokens_per_second,
+            samples_per_second=rates.samples_per_second,
+            remaining_seconds=max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds
+            if rates.step_seconds is not None
             else None,
             outcomes=dict(state.outcomes),
             num_lagging=sum(count for slots in lag.values() for count in slots.values()),
-            phase_ratios=phase_ratios(counted),
+            phase_ratios=rates.phase_ratios,
         )
-
-
-def phase_ratios(steps: Sequence[TrainStepCommitted]) -> dict[str, float]:
-    """Return each phase's share of the trainer's time over these steps; nothing without a step."""
-    seconds: dict[str, float] = {}
-    for step in steps:
-        for phase, spent in step.phase_seconds.items():
-            seconds[phase] = seconds.get(phase, 0.0) + spent
-    total = sum(seconds.values())
-    return {phase: spent / total for phase, spent in seconds.items()} if total > 0 else {}
-
-
-def recent_steps(steps: Sequence[TrainStepCommitted]) -> tuple[Sequence[TrainStepCommitted], float]:
-    """Return the steps that a rate is computed over, and their total seconds.
-
-    Time is counted from commit to commit, so the first step only opens the interval; a single step
-    counts with its own phases.
-    """
-    if len(steps) < 2:
-        return steps, sum(sum(step.phase_seconds.values()) for step in steps)
-    return steps[1:], (steps[-1].committed_at - steps[0].committed_at) / MICROS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

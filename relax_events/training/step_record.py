@@ -23,20 +23,30 @@ MAX_COMPONENTS = 32
 
 
 class PhaseTimer:
-    """Seconds by phase of one step. Time after the snapshot (the commit) is the next step's."""
+    """Seconds by phase of one step. Time after the snapshot (the commit) is the next step's.
+
+    The phases of a step add up to its time: `other` is the time outside of those that are measured,
+    for example until the engines leave a shared device.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._snapshot: dict[str, float] = {}
+        self._began = time.monotonic()
 
     def snapshot(self) -> dict[str, float]:
         """Return the seconds so far, for the step's record."""
-        self._snapshot = dict(self.seconds)
+        now = time.monotonic()
+        other = now - self._began - sum(self.seconds.values())
+        self._snapshot = {**self.seconds, "other": max(other, 0.0)}
+        self._began = now
         return self._snapshot
 
     def next_step(self) -> PhaseTimer:
         """Return the next step's timer, with the time that this step spent after its snapshot."""
         following = PhaseTimer()
+        if self._snapshot:
+            following._began = self._began
         following.seconds |= {
             phase: rest
             for phase, seconds in self.seconds.items()

@@ -19,6 +19,7 @@ from relax_events.events.types import (
     TrainStepCommitted,
 )
 from relax_events.history.run_log import RunLog
+from relax_events.projections.step_rates import compute_rates
 from relax_events.topics.plan import METRICS
 
 MICROS = 1e6
@@ -100,7 +101,7 @@ def build_entries(event: Event) -> Iterator[Entry]:
 
 def _step(step: TrainStepCommitted) -> Iterator[Entry]:
     """Yield a step that ended at its commit, its phases inside it, and its metrics."""
-    micros = sum(step.phase_seconds.values()) * MICROS
+    micros = (compute_rates([step]).step_seconds or 0.0) * MICROS
     begin = step.committed_at - micros
     args = {
         "policy_version": step.policy_version,

@@ -183,7 +183,7 @@ def test_training_history_reflects_the_applied_events() -> None:
 
 
 def test_phases_add_up_even_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
+    clock = iter([0.0, 0.0, 1.5, 10.0, 10.25, 20.0, 24.0])
     monkeypatch.setattr("relax_events.training.step_record.time.monotonic", lambda: next(clock))
     phases = PhaseTimer()
     with phases.measure("wait"):

@@ -139,6 +139,7 @@ const TABLE = {
   phase_update: ["update", "更新"],
   phase_weights: ["weights", "权重"],
   phase_commit: ["commit", "提交"],
+  phase_other: ["other", "其他"],
   phase_busy: ["busy", "忙碌"],
   phase_generating: ["generating", "生成"],
   phase_loading: ["loading weights", "载入权重"],
