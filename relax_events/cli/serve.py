@@ -1,4 +1,4 @@
-"""`relax serve`: a model behind SGLang's HTTP API, without SGLang."""
+"""`relax serve`: a model without a run behind the APIs of the gateway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE, OWN_TOKEN_FILE = "SERVE_TOKEN", ".relax/serve-token"
 TOKEN_BYTES = 32
 MAX_CONNECTIONS = 4096
-"""Every sample of an engine's that is under way has one."""
 DRAIN_SECONDS = 30
 """For requests in flight when the server stops."""
 
@@ -39,7 +38,7 @@ class EngineOptions:
     threads: int = 1
     """CPU threads; 0 takes all processors that the process may use."""
     enable_return_routed_experts: bool = False
-    """Tell who asks which experts each token went through, as `model.routing_replay` needs it."""
+    """Return with token ids which experts each token went through."""
 
     def model_config(self, path: Path, *, lora: LoRAConfig | None = None) -> ModelConfig:
         """Return the section of the model in this folder."""
@@ -75,15 +74,13 @@ def serve(
     port: int = 30000,
     served_model_name: str = "",
     engine: EngineOptions = DEFAULT_ENGINE,
-    incremental_streaming_output: bool = False,
     token_file: Path | None = None,
-    weights_root: Path | None = None,
     certificate_file: Path | None = None,
     key_file: Path | None = None,
     accept_plain: bool = False,
 ) -> None:
-    """Serve a model by engine `transformers` behind SGLang's HTTP API and a part of OpenAI's, until
-    Ctrl-C.
+    """Serve a model by engine `transformers` behind OpenAI's and Anthropic's chat APIs and a route
+    for token ids, until Ctrl-C.
 
     Example: relax serve .relax/models/quickstart --port 30000
 
@@ -93,13 +90,10 @@ def serve(
         base: The base model's folder of adapters, where it is not the one that they name.
         host: Address to listen on.
         port: 0 takes a free one.
-        served_model_name: What OpenAI's clients call it; by default the folder's name.
-        incremental_streaming_output: Let streamed events have what is new, as engine `sglang` needs
-            it, not all so far.
+        served_model_name: What clients call it; by default the folder's name.
         token_file: File with the token that every request but /health must carry. Without it the
             variable SERVE_TOKEN has the token, else the file .relax/serve-token, which is created
             where it is missing.
-        weights_root: Folder that weights may be loaded from. Without it any folder will do.
         certificate_file: Certificate in PEM; the server then speaks HTTPS.
         key_file: Its private key in PEM.
         accept_plain: Speak plain HTTP also where other machines reach the address: where a proxy
@@ -123,20 +117,18 @@ def serve(
     remedies = "give another --port, 0 for a free one", "give an address of this machine as --host"
     with open_listener(host, port, remedies=remedies, what="the model") as listener:
         listener.listen()
-        from relax_events.serving.app import (
-            build_app,  # only now, as it takes seconds: what is wrong so far is said at once
-        )
+        # imported only now, as it takes seconds: what is wrong so far is said at once
+        from relax_events.gateway.model_app import build_model_app
+        from relax_events.gateway.served_model import ServedModel
 
-        app = build_app(
+        bounds = engine.engine_config()
+        served = ServedModel(
             engine.model_config(path, lora=lora),
-            engine.engine_config(),
-            model_name=served_model_name or model.resolve().name,
-            is_incremental=incremental_streaming_output,
-            host=host,
-            token=token,
-            weights_root=weights_root,
+            bounds,
+            name=served_model_name or model.resolve().name,
             adapters=None if lora is None else model,
         )
+        app = build_model_app(served, bounds, token=token, host=host)
         print(build_url(listener, tls=tls), flush=True)
         _answer(app, listener, tls)
 

@@ -136,8 +136,7 @@ class SGLangConfig(Section):
     """URLs of running servers that no one else uses; when empty, each worker starts its own, which
     end with it."""
     token_file: FilePath | None = None
-    """File with the token that running servers require: that of `relax serve`, or the `--api-key`
-    of SGLang. None sends none."""
+    """File with the token that running servers require, their `--api-key`. None sends none."""
     ca_file: FilePath | None = None
     """Authority of running servers whose URLs are `https`, in PEM; None takes those of the
     machine."""

@@ -181,7 +181,7 @@ RUN_API, GATEWAY, PAGE, MODEL_SERVER = (
         ("run API", "relax_events.controller.api"),
         ("gateway", "relax_events.gateway.app"),
         ("dashboard", "relax_events.dashboard.app"),
-        ("relax serve", "relax_events.serving.app"),
+        ("relax serve", "relax_events.gateway.model_app"),
     )
 )
 RECORD_READER = BoundedPoint(

@@ -233,6 +233,11 @@ class PromptRenderer:
         Raises:
             PoisonSample: The template rejects the conversation; the text says why.
         """
+        if not self._tokenizer.chat_template:
+            raise PoisonSample(
+                "the tokenizer of the model has no chat template; use one with a template, or send "
+                "token ids"
+            )
         rendered = self._control.protect(turns)
         shown = None if tools is None else self._control.protect(tools)
         try:

@@ -23,12 +23,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Lifespan
 
 from relax_events import __version__
 from relax_events.errors import EngineFailed, ObjectError, PoisonSample, StoreUnavailable
 from relax_events.gateway.anthropic_dialect import AnthropicCall, AnthropicPrompt, anthropic_error
 from relax_events.gateway.chat_dialect import ChatCall, openai_error
 from relax_events.gateway.dialect import AnswerHead, ModelCall, Problem, describe
+from relax_events.gateway.disconnects import cancel_on_disconnect
 from relax_events.gateway.graph import Node
 from relax_events.gateway.offer_routes import add_offer_routes
 from relax_events.gateway.offers import SessionOffers
@@ -37,7 +39,6 @@ from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 from relax_events.gateway.session_keys import NO_KEY, Callers, SessionKeys, require_session
 from relax_events.http.guard import GuardLimits, RequestGuard
 from relax_events.http.identity import RequestHead
-from relax_events.serving.streams import cancel_on_disconnect
 
 BODY_SECONDS = 60.0
 CALL_SECONDS = 3600.0
@@ -74,7 +75,33 @@ def build_gateway(
         offers: The episodes of harnesses that people start, if they drive the policy.
         call_seconds: Deadline of a call, its waits included.
     """
-    app = FastAPI(title="Relax Events gateway", version=__version__, docs_url=None, redoc_url=None)
+    app = build_dialect_app(model_name)
+    if offers is not None:
+        add_offer_routes(app, offers, model_name=model_name)
+    return RequestGuard(
+        app,
+        identify=Callers(keys, token=token, offers=offers).identify,
+        problem=build_problem_body,
+        host=host,
+        limits=GuardLimits(body_seconds=BODY_SECONDS, call_seconds=call_seconds),
+        denied=NO_KEY,
+    )
+
+
+def build_dialect_app(model_name: str, *, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+    """Build the routes of all dialects, without a guard.
+
+    Args:
+        model_name: The name under which the model is listed; calls may use any other.
+        lifespan: What runs as long as the application.
+    """
+    app = FastAPI(
+        title="Relax Events gateway",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
 
     @app.get("/v1/models")
     def models(request: Request) -> dict[str, Any]:
@@ -84,40 +111,31 @@ def build_gateway(
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, call: ChatCall) -> Response:
         """Sample the next turn of a session, in the dialect of OpenAI's chat."""
-        return await _serve(request, require_session(request), call, model_name)
+        return await _serve(request, require_session(request, call), call, model_name)
 
     @app.post("/v1/responses")
     async def responses(request: Request, call: ResponsesCall) -> Response:
         """Sample the next turn of a session, in the dialect of OpenAI's responses."""
-        return await _serve(request, require_session(request), call, model_name)
+        return await _serve(request, require_session(request, call), call, model_name)
 
     @app.post("/v1/messages")
     async def messages(request: Request, call: AnthropicCall) -> Response:
         """Sample the next turn of a session, in the dialect of Anthropic's messages."""
-        return await _serve(request, require_session(request), call, model_name)
+        return await _serve(request, require_session(request, call), call, model_name)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request, call: AnthropicPrompt) -> Response:
         """Count what the policy would read."""
-        session = require_session(request)
+        session = require_session(request, call)
         try:
             count = await session.count_tokens(call.history(session), tools=call.tool_list())
         except REFUSALS as error:
             return _refuse(request, describe(error, session))
         return JSONResponse({"input_tokens": count})
 
-    if offers is not None:
-        add_offer_routes(app, offers, model_name=model_name)
     app.add_exception_handler(RequestValidationError, _not_understood)
     app.add_exception_handler(HTTPException, _http_error)
-    return RequestGuard(
-        app,
-        identify=Callers(keys, token=token, offers=offers).identify,
-        problem=_problem,
-        host=host,
-        limits=GuardLimits(body_seconds=BODY_SECONDS, call_seconds=call_seconds),
-        denied=NO_KEY,
-    )
+    return app
 
 
 async def _serve(request: Request, session: Session, call: ModelCall, model_name: str) -> Response:
@@ -199,7 +217,8 @@ def _body(head: RequestHead, problem: Problem) -> dict[str, Any]:
     return anthropic_error(problem) if is_anthropic else openai_error(problem)
 
 
-def _problem(head: RequestHead, status: int, text: str) -> bytes:
+def build_problem_body(head: RequestHead, status: int, text: str) -> bytes:
+    """Return a refusal of the guard in the format of the dialect that a request speaks."""
     code = "invalid_key" if status == 401 else "invalid_request"
     return orjson.dumps(_body(head, Problem(status=status, text=text, code=code)))
 

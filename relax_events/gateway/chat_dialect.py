@@ -20,7 +20,8 @@ from relax_events.gateway.dialect import (
 from relax_events.gateway.graph import Node
 from relax_events.gateway.messages import Message, with_one_system_message
 from relax_events.gateway.session import Session
-from relax_events.serving.streams import END
+
+END = b"data: [DONE]\n\n"
 
 
 class ChatTool(BaseModel):

@@ -3,9 +3,10 @@
     body --> ModelCall --> messages, tools, bound --> session --> node --> answer, or events
 
 A dialect translates in both directions and nothing more: all of them drive the same session, so a
-program may change the dialect between two calls. The run's sampling settings hold for every call,
+program may change the dialect between two calls. A run's sampling settings hold for all its calls,
 since the trainer needs the distribution that the tokens were sampled from: `temperature`, `top_p`,
-`top_k` and `seed` of a program are ignored, and what else would change the tokens is refused.
+`top_k` and `seed` of a program are ignored there, and hold where a model is served without a run.
+What else would change the tokens is refused.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
-from pydantic import BaseModel, model_validator
 
 from relax_events.errors import EngineFailed, PoisonSample
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.graph import Node, path_tokens
 from relax_events.gateway.messages import Message
+from relax_events.gateway.sampling import CallSampling
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
-from relax_events.serving.schemas import without_neutral_fields
 
 RETRY_SECONDS = 1
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
@@ -71,19 +71,11 @@ class Problem:
         return found | ({"x-should-retry": "false"} if self.is_final else {})
 
 
-class ModelCall(BaseModel, ABC):
+class ModelCall(CallSampling, ABC):
     """A call of the policy in some dialect."""
-
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are not supported, with the values that have no effect."""
 
     model: str = ""
     stream: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reject_unsupported(cls, data: Any) -> Any:
-        return without_neutral_fields(data, cls.NEUTRAL)
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,16 +34,16 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
-from relax_events.engines.turn_engine import TurnEngine, require_context
+from relax_events.engines.turn_engine import require_context
 from relax_events.errors import (
     EngineFailed,
     EpisodeFailed,
     MediaError,
     ObjectError,
-    PoisonSample,
     StoreUnavailable,
 )
 from relax_events.events.parts import FinishReason
+from relax_events.gateway.call_engine import CallEngine, EngineCall
 from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.program import (
@@ -66,16 +66,7 @@ log = structlog.get_logger()
 CLOSE_SECONDS = 30.0
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A call of the policy on its way to the engine."""
-
-    request: GenerationRequest
-    done: Future[GeneratedSample]
-    is_cancelled: bool = False
-
-
-class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
+class EpisodeEngine(CallEngine):
     """Implements `Engine`; see the module's docstring."""
 
     def __init__(
@@ -122,7 +113,6 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         self._offers = SessionOffers(self._limits) if environment.harness.is_served else None
         self._media = MediaThreads(libraries or (lambda: MediaLibrary(config)), config)
         self._keys = SessionKeys()
-        self._calls: dict[str, _Call] = {}
         self._episodes: dict[str, tuple[GenerationRequest, Future[None]]] = {}
         self._num_events = 0
         self._server = self._serve(index)
@@ -190,10 +180,9 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
             request, running = self._episodes.pop(name)
             running.cancel()
             aborted.append(_without_tokens(request, name, FinishReason.ABORT))
-        turns = {call: name for call in self._calls for name in [call.rpartition("#")[0]]}
-        self._engine.abort([call for call, name in turns.items() if name in names])
-        for call in [call for call, name in turns.items() if name in names]:
-            self._calls.pop(call).done.set_exception(EngineFailed("the episode was stopped"))
+        stopped = [call for call in self._calls if call.rpartition("#")[0] in names]
+        self._engine.abort(stopped)
+        self._fail_calls(stopped, EngineFailed("the episode was stopped"))
         return aborted
 
     def close(self) -> None:
@@ -205,46 +194,14 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         self._renderer.close()
         self._engine.close()
 
-    async def _generate(self, request: GenerationRequest) -> GeneratedSample:
-        """Have the loop's thread generate a turn; called in the gateway's thread."""
-        call = _Call(request, Future())
-        self._put(call)
-        try:
-            return await asyncio.wrap_future(call.done)
-        except asyncio.CancelledError:
-            call.is_cancelled = True
-            self._put(call)
-            raise
-
-    def _take_item(self, item: _Call | GeneratedSample) -> None:
+    def _take_item(self, item: EngineCall | GeneratedSample) -> None:
         """Process a call of a program, or the sample of a finished episode."""
-        if isinstance(item, _Call):
-            self._take_call(item)
+        if isinstance(item, EngineCall):
+            self._num_events += 1
+            super()._take_item(item)
         elif self._episodes.pop(item.sample_id, None) is not None:
             self._num_events += 1
             self._finished.append(item)
-
-    def _take_call(self, call: _Call) -> None:
-        self._num_events += 1
-        name = call.request.samples[0].sample_id
-        if call.is_cancelled:
-            if self._calls.pop(name, None) is not None:
-                self._engine.abort([name])
-            return
-        if not call.done.set_running_or_notify_cancel():
-            return
-        try:
-            self._engine.submit(call.request)
-        except PoisonSample as error:
-            call.done.set_exception(error)
-            return
-        self._calls[name] = call
-
-    def _take_turn(self, turn: GeneratedSample) -> None:
-        """Answer a program's call."""
-        call = self._calls.pop(turn.sample_id, None)
-        if call is not None:
-            call.done.set_result(turn)
 
     async def _run_episode(self, request: GenerationRequest, sample: SampleRequest) -> None:
         """Run an episode up to its end, or until the attempts are used; runs in the gateway's
@@ -280,7 +237,7 @@ class EpisodeEngine(TurnEngine[_Call | GeneratedSample]):
         if self._renderer.reads_media and request.environment_context is not None:
             known = list_message_media(request.environment_context.messages)
             media = SessionMedia.of_prompt(self._media, known)
-        return Session(request, sample, self._bounds, self._renderer, self._generate, media=media)
+        return Session(request, sample, self._bounds, self._renderer, self.generate, media=media)
 
     async def _run_attempt(
         self, request: GenerationRequest, sample: SampleRequest

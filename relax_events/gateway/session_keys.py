@@ -1,4 +1,5 @@
-"""The callers of the gateway: a program by the key of its session, or a harness by the token.
+"""The callers of the gateway: a program by the key of its session, a harness by the token, or a
+client of a model without a run.
 
 The key stands in the header of either vendor, since a proxy between the program and the gateway may
 overwrite one of them. It is looked up once, by the guard, before a call's body is read.
@@ -7,12 +8,14 @@ overwrite one of them. It is looked up once, by the guard, before a call's body 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from relax_events.gateway.offers import SessionOffers
+from relax_events.gateway.sampling import CallSampling
 from relax_events.gateway.session import Session
 from relax_events.http.identity import Identity, RequestHead, is_same_secret, read_identity
 
@@ -41,6 +44,13 @@ class OpenSession:
     session: Session
 
 
+@dataclass(frozen=True, slots=True)
+class ModelClient:
+    """A client of a model without a run: each of its calls is a session."""
+
+    open_session: Callable[[CallSampling], Session]
+
+
 class SessionKeys:
     """The open sessions by key."""
 
@@ -67,7 +77,7 @@ class SessionKeys:
 
     def identify(self, head: RequestHead) -> Identity | None:
         """Return the session whose key a request has; None without one."""
-        for key in _keys(head):
+        for key in read_keys(head):
             if (identity := self._identities.get(key)) is not None:
                 return identity
         return None
@@ -98,24 +108,30 @@ class Callers:
             return identity
         if self._token and is_same_secret(head.bearer, self._token):
             return self._harness
-        for key in _keys(head):
+        for key in read_keys(head):
             if self._offers.is_finished(key):
                 return Identity(name="finished session", subject=FinishedSession(key))
         return None
 
 
-def _keys(head: RequestHead) -> list[str]:
+def read_keys(head: RequestHead) -> list[str]:
+    """Return the keys in the headers of both vendors."""
     return [key for key in (head.bearer, head.headers.get("x-api-key", "")) if key]
 
 
-def require_session(request: Request) -> Session:
-    """Return the session that a request belongs to.
+NO_SAMPLING = CallSampling()
+
+
+def require_session(request: Request, sampling: CallSampling = NO_SAMPLING) -> Session:
+    """Return the session that a request belongs to; a call of a model without a run opens one.
 
     Raises:
         HTTPException: 401, the request has the token of harnesses, or the key of a session that
             is over.
     """
     subject = read_identity(request.scope).subject
+    if isinstance(subject, ModelClient):
+        return subject.open_session(sampling)
     if not isinstance(subject, OpenSession):
         raise HTTPException(401, NO_KEY)
     return subject.session

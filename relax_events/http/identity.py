@@ -111,22 +111,16 @@ def is_same_secret(given: str, secret: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
-def identify_by_token(
-    token: str, identity: Identity, *, open_paths: frozenset[str] = frozenset()
-) -> Identify:
+def identify_by_token(token: str, identity: Identity) -> Identify:
     """Return the rule of a server with one token.
 
     Args:
         token: Of the header `Authorization`; empty lets every request in.
         identity: Of a caller with the token.
-        open_paths: Paths that need no token, for probes; they may have no body to speak of.
     """
-    probe = Identity(name="probe", body=BodyBound(num_bytes=0))
 
     def identify(head: RequestHead) -> Identity | None:
-        if not token or is_same_secret(head.bearer, token):
-            return identity
-        return probe if head.method == "GET" and head.path in open_paths else None
+        return identity if not token or is_same_secret(head.bearer, token) else None
 
     return identify
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import pytest
 from engine_requests import tiny_model
-from served_model import served
 from sglang_servers import BOUNDS
 from small_settings import small_run
 
@@ -29,9 +28,11 @@ from relax_events.dashboard.access import PageAccess
 from relax_events.dashboard.app import build_app as build_page
 from relax_events.dashboard.registry import RunRegistry
 from relax_events.engines.sglang.server import SGLangServer
-from relax_events.errors import CheckFailed, ConfigError
+from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session_keys import SessionKeys
+from relax_events.http.guard import RequestGuard
+from relax_events.http.identity import Identity, identify_by_token
 from relax_events.http.tls import TlsFiles, choose_tls, open_client_context
 from relax_events.kafka.security.certificates import make_authority, make_broker_certificate
 from relax_events.launcher.requirements import require_harness_address
@@ -102,13 +103,36 @@ def test_gateway_speaks_https(files: Files) -> None:
         server.close(seconds=20.0)
 
 
-def test_engine_attaches_to_a_server_over_https(tmp_path: Path, files: Files) -> None:
-    with served(is_incremental=True, tls=files.tls) as url:
-        assert url.startswith("https://")
-        sglang = SGLangConfig(urls=(url,), ca_file=files.ca_file)
-        config = EngineConfig(threads=1, **BOUNDS, sglang=sglang)
-        model = ModelConfig(dtype="float32", path=tiny_model())
-        SGLangServer(tiny_model(), config=config, model=model).close()
+async def answer_with_an_old_version(_: Any, receive: Any, send: Any) -> None:
+    """Answer every call as an SGLang server that is too old."""
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b'{"version": "0.0"}'})
+
+
+def test_engine_attaches_to_a_server_over_https_with_its_token(
+    tmp_path: Path, files: Files
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("secret")
+    app = RequestGuard(
+        answer_with_an_old_version,
+        problem=lambda _, status, text: text.encode(),
+        host="127.0.0.1",
+        identify=identify_by_token("secret", Identity(name="engine")),
+    )
+    with serving(app, tls=files.tls) as url:
+        cases: tuple[tuple[dict[str, Any], str], ...] = (
+            ({"start_seconds": 2.0}, "was not ready within"),
+            ({"ca_file": files.ca_file}, "requires a token"),
+            ({"ca_file": files.ca_file, "token_file": token_file}, "works with SGLang"),
+        )
+        for settings, text in cases:
+            sglang = SGLangConfig(urls=(url,), **settings)
+            config = EngineConfig(threads=1, **BOUNDS, sglang=sglang)
+            model = ModelConfig(dtype="float32", path=tiny_model())
+            with pytest.raises((ConfigError, EnvironmentProblem), match=text):
+                SGLangServer(tiny_model(), config=config, model=model)
 
 
 def test_cookie_of_the_page_is_for_https_alone(tmp_path: Path, files: Files) -> None:

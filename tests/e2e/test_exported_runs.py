@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import orjson
 import pytest
 import torch
 from command_line import Finished, Relax, report_of
-from served_model import served
+from served_model import complete_tokens, served
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.runtime.failpoints import VARIABLE
@@ -73,23 +72,7 @@ def exported(ended: Finished) -> dict[str, Any]:
 def served_completion(folder: Path, prompt: list[int]) -> tuple[list[int], list[float]]:
     """Return greedy tokens and their log-probabilities from `relax serve`'s server."""
     with served(folder) as url:
-        reply = httpx2.post(
-            f"{url}/generate",
-            json={
-                "input_ids": prompt,
-                "sampling_params": {
-                    "max_new_tokens": NUM_TOKENS,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                },
-                "return_logprob": True,
-            },
-            timeout=END_SECONDS,
-            trust_env=False,
-        )
-    assert reply.status_code == 200, reply.text
-    found = reply.json()["meta_info"]["output_token_logprobs"]
-    return [token for _, token, *_ in found], [logprob for logprob, *_ in found]
+        return complete_tokens(url, prompt, max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 import pytest
 from engine_requests import MakeEngine, make_engine, tiny_model
 from routed_engines import make_router, make_sites
-from served_model import served
 from sglang_servers import BOUNDS, engines_at, started_server
 
 
@@ -29,24 +28,10 @@ def server_url(
         yield url
 
 
-@pytest.fixture(scope="session")
-def our_url() -> Iterator[str]:
-    """Yield the address of our own server of the tiny model, which has SGLang's API."""
-    with served(is_incremental=True) as url:
-        yield url
-
-
 @pytest.fixture
 def make_sglang(server_url: str) -> Iterator[MakeEngine]:
     """Return a maker of engines on the session's server: one at a time."""
     with engines_at(server_url) as make:
-        yield make
-
-
-@pytest.fixture
-def make_served(our_url: str) -> Iterator[MakeEngine]:
-    """Return a maker of engines on our own server: one at a time."""
-    with engines_at(our_url) as make:
         yield make
 
 
@@ -59,7 +44,7 @@ def make_routed() -> Iterator[MakeEngine]:
         )
 
 
-@pytest.fixture(params=["transformers", "sglang", "served", "routed"])
+@pytest.fixture(params=["transformers", "sglang", "routed"])
 def make(request: pytest.FixtureRequest) -> MakeEngine:
     """Return a maker of engines, of each kind in turn."""
     if request.param == "transformers":

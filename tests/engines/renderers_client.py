@@ -1,6 +1,6 @@
 """Talk with a served model by the clients of `renderers` and `verifiers`, in their own environment.
 
-    python renderers_client.py URL MODEL_FOLDER    prints a JSON line
+    python renderers_client.py URL MODEL_FOLDER TOKEN    prints a JSON line
 
 Two turns through `renderers.client.generate`, the second bridged to the first by the renderer, and
 one through verifiers' `TrainClient`.
@@ -27,9 +27,9 @@ SETTINGS = Qwen3RendererConfig(thinking_retention="all")
 
 async def main() -> None:
     """Run the calls, and print what they return."""
-    url, folder = sys.argv[1:]
+    url, folder, token = sys.argv[1:]
     renderer = create_renderer(load_tokenizer(folder), SETTINGS)
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0)
     sampling = {"max_tokens": 8, "temperature": 1.0, "seed": 3}
     first = await generate(
         client=client,
@@ -51,7 +51,12 @@ async def main() -> None:
         sampling_params=sampling,
     )
     trained = TrainClient(
-        TrainClientConfig(base_url=f"{url}/v1", renderer=SETTINGS, renderer_model_name=folder)
+        TrainClientConfig(
+            base_url=f"{url}/v1",
+            headers={"x-api-key": token},
+            renderer=SETTINGS,
+            renderer_model_name=folder,
+        )
     )
     body = {"model": "tiny", "messages": [{"role": "user", "content": "12"}]}
     third = await trained.get_response(ChatDialect(), body, SamplingConfig(max_tokens=8, seed=3))

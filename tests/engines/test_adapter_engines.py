@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-import httpx2
 import numpy as np
 import pytest
 import torch
 from engine_requests import finish, make_engine, make_request
 from published_model import TrainedRun, make_base
-from served_model import served
+from served_model import complete_tokens, served
 from sglang_servers import engines_at, started_server
 
 from relax_events.engines.protocol import Engine
@@ -25,8 +24,7 @@ from relax_events.weights.transport import StoreReader
 
 pytestmark = pytest.mark.timeout(720)  # SGLang's server takes its time to start
 LORA = {"rank": 4, "alpha": 12}
-SECONDS = 60.0
-KINDS = ["transformers", "served", pytest.param("sglang", marks=pytest.mark.sglang)]
+KINDS = ["transformers", pytest.param("sglang", marks=pytest.mark.sglang)]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +42,8 @@ def engine(request: pytest.FixtureRequest, run: TrainedRun, tmp_path: Path) -> I
         if request.param == "transformers":
             yield stack.enter_context(closing(make_engine(base, model={"lora": LORA})))
             return
-        if request.param == "served":
-            url = stack.enter_context(served(base, is_incremental=True))
-        else:
-            python = request.getfixturevalue("sglang_python")
-            url = stack.enter_context(started_server(base, tmp_path, python=python))
+        python = request.getfixturevalue("sglang_python")
+        url = stack.enter_context(started_server(base, tmp_path, python=python))
         yield stack.enter_context(engines_at(url, path=base, lora=LORA))()
 
 
@@ -89,21 +84,11 @@ def test_server_of_an_exported_folder_has_the_trainers_logprobs(
     export_version(run.config, run.versions, 2, tmp_path / "adapters")
     prompt = [5, 9, 2, 7, 7, 1]
     with served(run.config.model.path, adapters=tmp_path / "adapters") as url:
-        reply = httpx2.post(
-            f"{url}/generate",
-            json={
-                "input_ids": prompt,
-                "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True},
-                "return_logprob": True,
-            },
-            timeout=SECONDS,
-            trust_env=False,
+        tokens, logprobs = complete_tokens(
+            url, prompt, max_tokens=8, temperature=0, ignore_eos=True
         )
-    assert reply.status_code == 200, reply.text
-    found = reply.json()["meta_info"]["output_token_logprobs"]
-    tokens = [token for _, token, *_ in found]
     ids = torch.tensor([prompt + tokens])
     with torch.no_grad():
         logits = run.backend._model.module(input_ids=ids).logits[0, len(prompt) - 1 : -1]
     own = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-    assert torch.allclose(torch.tensor([logprob for logprob, *_ in found]), own, atol=1e-5, rtol=0)
+    assert torch.allclose(torch.tensor(logprobs), own, atol=1e-5, rtol=0)

@@ -1,14 +1,11 @@
-"""A mixture of experts on servers that report the experts of each token: SGLang's, and ours with
-the same API.
-"""
+"""A mixture of experts on an SGLang server, which reports the experts of each token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +20,6 @@ from engine_requests import (
     tiny_model,
 )
 from routed_samples import check_experts, chosen_by, routed_logprobs
-from served_model import served
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
@@ -37,32 +33,17 @@ MORE = 64
 """Tokens at which samples that have been taken out once are held: more than they had then."""
 
 
-@pytest.fixture(scope="module", params=["sglang", "served"])
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SGLangEngine]:
-    """Open an engine with an SGLang server of its own, which ends with it, or at a server of ours;
-    neither leaves anything behind."""
+@pytest.fixture(scope="module")
+def engine(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangEngine]:
+    """Open an engine with an SGLang server of its own, which ends with it and leaves nothing
+    behind."""
     path, directory = tiny_model(FAMILY), tmp_path_factory.mktemp("weights")
-    with ExitStack() as stack:
-        if request.param == "sglang":
-            server: dict[str, Any] = {"python": request.getfixturevalue("sglang_python")}
-        else:
-            server = {
-                "urls": (
-                    stack.enter_context(served(path, is_incremental=True, records_experts=True)),
-                )
-            }
-        sglang = SGLangConfig(weights_directory=directory, stream_interval_tokens=4, **server)
-        config = EngineConfig(
-            threads=1, max_running_samples=8, max_context_tokens=512, sglang=sglang
-        )
-        opened = SGLangEngine(
-            path,
-            config=config,
-            model=ModelConfig(dtype="float32", path=path, routing_replay="rollout"),
-        )
-        stack.callback(opened.close)
+    sglang = SGLangConfig(
+        weights_directory=directory, stream_interval_tokens=4, python=sglang_python
+    )
+    config = EngineConfig(threads=1, max_running_samples=8, max_context_tokens=512, sglang=sglang)
+    model = ModelConfig(dtype="float32", path=path, routing_replay="rollout")
+    with closing(SGLangEngine(path, config=config, model=model)) as opened:
         yield opened
     assert list(directory.iterdir()) == []
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_requests import plain_logprobs, tiny_model
-from served_model import served
+from served_model import TOKEN, served
 from tokenizers import AddedToken, Tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,11 @@ def test_renderers_and_verifiers_get_the_engines_tokens_and_logprobs(tmp_path: P
     folder = copy_with_qwens_tokens(path, tmp_path / "qwen")
     with served(path, max_context_tokens=128) as url:
         printed = subprocess.run(
-            [PYTHON, CLIENT, url, folder], check=True, capture_output=True, text=True, timeout=200
+            [PYTHON, CLIENT, url, folder, TOKEN],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=200,
         ).stdout
     found = json.loads(printed.splitlines()[-1])
     first, second = found["turns"]

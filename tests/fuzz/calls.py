@@ -14,46 +14,37 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
+from relax_events.errors import PoisonSample
+from relax_events.gateway.anthropic_dialect import AnthropicCall
+from relax_events.gateway.chat_dialect import ChatCall
+from relax_events.gateway.dialect import ModelCall
+from relax_events.gateway.responses_dialect import ResponsesCall
+from relax_events.gateway.sampling import CallSampling
+from relax_events.gateway.token_route import TokenBody
 from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, identify_by_token
-from relax_events.serving.schemas import (
-    AbortBody,
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-    LoadBody,
-    PauseBody,
-    SamplingParams,
-)
 from tests.fuzz.inputs import TEXTS, as_json, json_bytes, mutated
 from tests.fuzz.target import Target
 
 BODIES: dict[type[BaseModel], list[Any]] = {
-    GenerateBody: [
+    TokenBody: [
         {
-            "text": "hi",
-            "sampling_params": {"max_new_tokens": 4, "stop": ["a"], "top_k": 3},
-            "stream": True,
+            "token_ids": [1, 2],
+            "sampling_params": {"max_tokens": 4, "top_p": 0.9, "min_p": 0, "stop_token_ids": [1]},
         },
-        {
-            "input_ids": [[1, 2], [3]],
-            "rid": ["a", "b"],
-            "return_logprob": [True, False],
-            "sampling_params": [{"n": 2}, {}],
-        },
+        {"token_ids": [3], "request_id": "a", "sampling_params": {"temperature": 0, "seed": 1}},
     ],
-    CompletionBody: [
-        {"prompt": ["a", "b"], "max_tokens": 3, "stop": "x", "seed": 1},
-        {"prompt": [1, 2], "temperature": 0},
-    ],
-    ChatBody: [
+    ChatCall: [
         {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
             "max_tokens": 3,
-            "n": 2,
+            "seed": -2,
         }
     ],
-    SamplingParams: [{"temperature": 0.5, "top_p": 0.9, "min_p": 0, "stop_token_ids": [1]}],
+    ResponsesCall: [{"input": "hi", "instructions": "be brief", "max_output_tokens": 3}],
+    AnthropicCall: [
+        {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "temperature": 0.5}
+    ],
     ScaleOutBody: [
         {
             "model_name": "default",
@@ -64,9 +55,6 @@ BODIES: dict[type[BaseModel], list[Any]] = {
     ],
     ScaleInBody: [{"num_replicas": 1, "force": True, "dry_run": True}],
     CancelBody: [{"model_name": "reward", "status_filter": "PENDING"}],
-    AbortBody: [{"rid": "a"}],
-    PauseBody: [{"mode": "retract"}],
-    LoadBody: [{"model_path": "/m", "weight_version": "1"}],
 }
 
 
@@ -76,23 +64,12 @@ def body(data: bytes) -> None:
     for kind in BODIES:
         with suppress(ValidationError):
             made = kind.model_validate_json(data)
-            if isinstance(made, GenerateBody):
-                _used(made)
-            if isinstance(made, SamplingParams):
-                _ = made.sampling, made.stops
-
-
-def _used(made: GenerateBody) -> None:
-    for index in range(min(made.num_prompts, 20)):
-        params = made.of("sampling_params", index)
-        _ = (
-            [
-                made.of(key, index)
-                for key in ("rid", "input_ids", "text", "return_logprob", "logprob_start_len")
-            ],
-            params.stops,
-        )
-        _ = params.sampling
+            sampling = made.sampling_params if isinstance(made, TokenBody) else made
+            if isinstance(sampling, CallSampling):
+                _ = sampling.build_config(1), sampling.choose_seed()
+            if isinstance(made, ModelCall):
+                with suppress(PoisonSample):
+                    made.tool_list()
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -24,7 +24,6 @@ from relax_events.http.identity import SMALL_BODY_BYTES
 
 TOKEN = "a-token-of-this-attack"  # noqa: S105  of no account
 SECONDS = 60.0
-MODEL_BODY_BYTES = 8 * 1024**2
 Serve = Callable[[Path], AbstractContextManager[tuple[str, Target]]]
 
 
@@ -132,13 +131,18 @@ def _open_link(link: str) -> str:
 @contextmanager
 def serve_model(folder: Path) -> Iterator[tuple[str, Target]]:
     """Serve a model, as `relax serve` does."""
-    from relax_events.serving.app import build_app
+    from relax_events.gateway.model_app import build_model_app
+    from relax_events.gateway.sampling import CallSampling
+    from relax_events.gateway.served_model import ServedModel
+    from relax_events.gateway.token_route import PATH
 
     path = build_tiny_model(folder / "model")
-    model = ModelConfig(dtype="float32", path=path, device="cpu")
+    settings = ModelConfig(dtype="float32", path=path, device="cpu")
     engine = EngineConfig(threads=1, max_running_samples=4, max_context_tokens=512)
-    with serving(build_app(model, engine, model_name="tiny", token=TOKEN)) as url:
-        yield url, bearer_target(url, "/generate", MODEL_BODY_BYTES)
+    model = ServedModel(settings, engine, name="tiny")
+    num_bytes = model.open_session(CallSampling()).body_bound.num_bytes
+    with serving(build_model_app(model, engine, token=TOKEN)) as url:
+        yield url, bearer_target(url, PATH, num_bytes)
 
 
 SERVERS: dict[BoundedPoint, Serve] = {

@@ -33,15 +33,6 @@ def test_token_is_that_of_the_header(authorization: str, is_known: bool) -> None
     assert (identify(head(authorization=authorization)) is CALLER) == is_known
 
 
-def test_probes_need_no_token_and_have_no_body() -> None:
-    identify = identify_by_token("secret", CALLER, open_paths=frozenset({"/health"}))
-    probe = identify(head("/health"))
-    assert probe is not None
-    assert probe.body.num_bytes == 0
-    assert identify(head("/health", method="POST")) is None
-    assert identify(head("/health/x")) is None
-
-
 def test_bound_holds_the_longest_text_of_a_context_in_its_longest_form() -> None:
     text = "\x1f" * (100 * 3)
     bound = BodyBound.of_text(100, longest_token_bytes=3)

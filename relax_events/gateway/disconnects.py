@@ -1,37 +1,15 @@
-"""HTTP responses: server-sent events, and cancellation if the client disconnects."""
+"""Calls whose client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import orjson
 from fastapi import HTTPException, Request
-
-from relax_events.errors import RelaxError
 
 Result = TypeVar("Result")
 CLIENT_CLOSED = 499
-END = b"data: [DONE]\n\n"
-
-
-async def event_stream(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield server-sent events; an error is the last one.
-
-    Args:
-        events: JSON texts.
-    """
-    try:
-        async for event in events:
-            yield b"data: " + event + b"\n\n"
-    except RelaxError as error:
-        yield (
-            b"data: "
-            + orjson.dumps({"error": {"message": str(error), "type": type(error).__name__}})
-            + b"\n\n"
-        )
-    yield END
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,0 +1,112 @@
+"""A model without a run: an engine, and a session for each call of a client."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_events.config import DataConfig, EngineConfig, ModelConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.engines.protocol import GenerationRequest, SampleRequest
+from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.errors import ConfigError
+from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.sampling import CallSampling
+from relax_events.gateway.served_engine import ServedEngine
+from relax_events.gateway.session import Session, SessionBounds
+from relax_events.weights import Weights
+
+CALLERS = "http"
+"""Data source of the renderer: HTTP requests."""
+TOKENIZER_FILE = "tokenizer_config.json"
+
+
+class ServedModel:
+    """See the module's docstring.
+
+    Attributes:
+        name: The name that clients call it by.
+        engine: Generates; it runs from `engine.open` to `close`.
+        max_context_tokens: Prompt and completion together.
+        stop_token_ids: The tokens that end a completion.
+    """
+
+    def __init__(
+        self, model: ModelConfig, engine: EngineConfig, *, name: str, adapters: Path | None = None
+    ) -> None:
+        """Load the model and its tokenizer.
+
+        Args:
+            model: Folder, dtype and device, and whether experts are recorded.
+            engine: Bounds on rows and context.
+            name: The name that clients call it by.
+            adapters: Folder of adapters of `model.lora`, which are loaded into the model.
+        Raises:
+            ConfigError: The model or the adapters can't be loaded.
+            WeightsError: The adapters don't fit the model.
+        """
+        inner = TransformersEngine(model.path, config=engine, model=model)
+        if adapters is not None:
+            inner.load_weights(Weights(0, inner.read_weights(adapters), b""))
+        has_tokenizer = adapters is not None and (adapters / TOKENIZER_FILE).is_file()
+        folder = adapters if adapters is not None and has_tokenizer else model.path
+        self.name, self.engine = name, ServedEngine(inner)
+        self._renderer = ChatRenderer(_open_renderer(folder))
+        self.stop_token_ids = self._renderer.stop_token_ids
+        self.max_context_tokens = engine.max_context_tokens
+        self._bounds = SessionBounds(
+            max_turns=1,
+            max_new_tokens=engine.max_context_tokens,
+            max_context_tokens=engine.max_context_tokens,
+        )
+
+    def close(self) -> None:
+        """Stop the engine and the renderer."""
+        self.engine.close()
+        self._renderer.close()
+
+    def open_session(self, sampling: CallSampling) -> Session:
+        """Open the session of a call, which samples one turn as the call asks for it."""
+        request = self.build_request(
+            sampling,
+            prompt_tokens=np.empty(0, np.int32),
+            max_new_tokens=self.max_context_tokens,
+            stop_token_ids=self.stop_token_ids,
+        )
+        (sample,) = request.samples
+        return Session(request, sample, self._bounds, self._renderer, self.engine.generate)
+
+    def build_request(
+        self,
+        sampling: CallSampling,
+        *,
+        prompt_tokens: NDArray[np.int32],
+        max_new_tokens: int,
+        stop_token_ids: tuple[int, ...],
+    ) -> GenerationRequest:
+        """Build a request of one sample, whose id is new."""
+        name = secrets.token_hex(16)
+        sample = SampleRequest(
+            sample_id=name,
+            seed=sampling.choose_seed(),
+            tokens=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            segments=(),
+        )
+        return GenerationRequest(
+            prompt_group_id=name,
+            prompt_tokens=prompt_tokens,
+            samples=(sample,),
+            sampling=sampling.build_config(max_new_tokens),
+            stop_token_ids=stop_token_ids,
+        )
+
+
+def _open_renderer(folder: Path) -> PromptRenderer:
+    try:
+        return PromptRenderer.from_folder(folder, DataConfig(source=CALLERS))
+    except ConfigError:  # without a chat template; any other error repeats below
+        return PromptRenderer.from_folder(folder, DataConfig(source=CALLERS, chat_template=False))

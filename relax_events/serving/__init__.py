@@ -1,3 +1,0 @@
-"""`relax serve`: the engine `transformers` behind SGLang's HTTP API and OpenAI's completion
-routes.
-"""
