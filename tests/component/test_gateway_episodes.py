@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import structlog
+from engine_requests import plain_logprobs
 from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
@@ -37,14 +38,9 @@ def test_an_episode_is_trained_on_the_tokens_and_logprobs_of_the_engine(tmp_path
     with episodes(tmp_path, TALK) as engine:
         begin(engine, num_samples=4)
         samples = finish(engine)
-        scored = [
-            engine._engine.score(np.concatenate([sample.prompt_tokens, sample.tokens]))
-            for sample in samples
-            if sample.prompt_tokens is not None
-        ]
         renderer = engine._renderer
         expected_prompt = renderer.prompt_tokens([{"role": "user", "content": "12"}], tools=())
-    for sample, logprobs in zip(samples, scored, strict=True):
+    for sample in samples:
         assert sample.prompt_tokens is not None
         assert sample.loss_mask is not None
         np.testing.assert_array_equal(sample.prompt_tokens, expected_prompt)
@@ -52,8 +48,9 @@ def test_an_episode_is_trained_on_the_tokens_and_logprobs_of_the_engine(tmp_path
             *("assistant", "user") * 2,
             "assistant",
         ]
-        own = logprobs[len(expected_prompt) - 1 :][sample.loss_mask == 1]
-        np.testing.assert_allclose(own, sample.logprobs[sample.loss_mask == 1], atol=1e-4)
+        expected = plain_logprobs(expected_prompt, sample.tokens, path=tmp_path / "model")
+        mask = sample.loss_mask == 1
+        np.testing.assert_allclose(sample.logprobs[mask], expected[mask], atol=1e-4)
         assert not sample.logprobs[sample.loss_mask == 0].any()
     assert len({sample.tokens.tobytes() for sample in samples}) > 1
 
@@ -130,14 +127,19 @@ def test_an_edited_history_forks_and_both_paths_are_trained(tmp_path: Path) -> N
         tokens = np.concatenate([sample.prompt_tokens, sample.tokens])
         mask = np.concatenate([np.zeros(len(first), np.uint8), sample.loss_mask])
         paths = np.split(tokens, [sample.path_lengths[0]])
-        scored = np.concatenate([np.append(0.0, engine._engine.score(path)) for path in paths])
     (event,) = [one for one in logs if one["event"] == "session.forked"]
     assert (event["num_forks"], event["num_paths"], event["num_untrained_tokens"]) == (1, 2, 0)
     for path, prompt in zip(paths, (first, second), strict=True):
         np.testing.assert_array_equal(path[: len(prompt)], prompt)
         assert 0 < len(path) - len(prompt) <= 4
-    own = np.concatenate([np.zeros(len(first)), sample.logprobs])
-    np.testing.assert_allclose(own[mask == 1], scored[mask == 1], atol=1e-4)
+    expected = np.concatenate(
+        [
+            np.append(0.0, plain_logprobs(path[:1], path[1:], path=tmp_path / "model"))
+            for path in paths
+        ]
+    )
+    sampled = np.concatenate([np.zeros(len(first)), sample.logprobs])
+    np.testing.assert_allclose(sampled[mask == 1], expected[mask == 1], atol=1e-4)
     assert [message.text for message in sample.prompt_messages] == ["a summary"]
 
 

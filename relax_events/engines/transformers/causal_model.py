@@ -180,25 +180,11 @@ class CausalModel:
         )
         return self._logits(output.last_hidden_state[:, 0])
 
-    def logprobs(self, tokens: Int[Tensor, " length"]) -> Float[Tensor, " targets"]:
-        """Return the log-probability of each token of a text sequence but the first, in nats."""
-        hidden = self.family.language_model(self._module)(
-            input_ids=tokens[None], use_cache=False
-        ).last_hidden_state[0, :-1]
-        logprobs: Tensor = (
-            self._logits(hidden).float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
-        )
-        return logprobs
-
     def with_effective_adapters(self) -> AbstractContextManager[None]:
         """Give adapters that have no effect yet one within the block; without adapters this does
         nothing.
         """
         return nullcontext() if self._adapters is None else self._adapters.randomised()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return views of the weights, or of the adapters alone, by name."""
-        return _parameters(self._module)
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
         """Read the weights of a folder onto the CPU, in this model's dtype; where this model has

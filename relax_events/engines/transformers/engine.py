@@ -31,7 +31,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.config import EngineConfig, ModelConfig
@@ -187,25 +186,6 @@ class TransformersEngine:
         self._waiting = kept
         self._running_ids.difference_update(sample.sample_id for sample in removed)
         return [sample.to_generated(FinishReason.ABORT) for sample in removed]
-
-    def snapshot(self, sample_ids: Collection[str]) -> list[GeneratedSample]:
-        """Return running samples as `abort` would, without removing them; waiting and finished ones
-        are left out.
-        """
-        wanted = set(sample_ids)
-        rows = (row for row, sample in enumerate(self._table.samples) if sample.sample_id in wanted)
-        return [self._table.snapshot(row).to_generated(FinishReason.ABORT) for row in rows]
-
-    @torch.inference_mode()
-    def score(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Return the log-probability of each token but the first, in nats, for text only and
-        without temperature.
-        """
-        return self._model.logprobs(self._tensor(tokens.astype(np.int64))).cpu().numpy()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the loaded weights or adapters, by name; the next version overwrites them."""
-        return self._model.tensors()
 
     def read_weights(self, folder: Path) -> dict[str, Tensor]:
         """Read a folder's weights without loading them into the model; from any thread.

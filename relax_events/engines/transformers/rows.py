@@ -5,8 +5,6 @@ Python object per token.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,34 +146,21 @@ class RowTable:
         del self.samples[num_kept:]
         return removed_samples, sources, targets
 
-    def snapshot(self, row: int) -> SampleState:
-        """Return a copy of the sample in a row, with all its tokens; the row continues."""
-        return replace(self.samples[row], **self._progress(row))
-
     def _take(self, row: int) -> SampleState:
         """Return the sample of a row that ends, with all its tokens."""
-        sample = self.samples[row]
-        for name, value in self._progress(row).items():
-            setattr(sample, name, value)
-        return sample
-
-    def _progress(self, row: int) -> dict[str, Any]:
-        """Return what a sample has got in its row, by field."""
         sample, count = self.samples[row], int(self._counts[row])
-        fields: dict[str, Any] = {
-            "tokens": self._tokens[row, :count].copy(),
-            "logprobs": self._logprobs[row, :count].copy(),
-            "segments": merge_segments(
-                sample.segments, _segments_between(sample.version_marks, count)
-            ),
-        }
-        if num_top := sample.top_tokens.shape[1]:
-            fields["top_tokens"] = self._top_tokens[row, :count, :num_top].copy()
         if self._experts.shape[2]:
-            fields["experts"] = np.concatenate(
+            sample.experts = np.concatenate(
                 [sample.experts, self._experts[row, sample.version_marks[0][0] : count]]
             )
-        return fields
+        if num_top := sample.top_tokens.shape[1]:
+            sample.top_tokens = self._top_tokens[row, :count, :num_top].copy()
+        sample.tokens = self._tokens[row, :count].copy()
+        sample.logprobs = self._logprobs[row, :count].copy()
+        sample.segments = merge_segments(
+            sample.segments, _segments_between(sample.version_marks, count)
+        )
+        return sample
 
     def _arrays(self) -> tuple[NDArray[np.generic], ...]:
         inputs = (self.next_tokens, self.positions, self.position_shifts)
