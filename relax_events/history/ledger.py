@@ -12,17 +12,13 @@ are read. That only decides how much is held in memory: a late record is checked
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, CorruptRecord, SchemaError
-from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
-from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -30,12 +26,9 @@ from relax_events.events.types import (
     PromptGroupIssued,
     TrainStepCommitted,
 )
-from relax_events.history.altered_batches import verify_altered_log
+from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.stored_weights import StoredWeights
-from relax_events.kafka.admin import Admin
-from relax_events.kafka.connection import Connection
 from relax_events.kafka.corruption import damage_error
-from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
@@ -55,16 +48,12 @@ LARGE_CHUNK_RECORDS = 64
 PROGRESS_RECORDS = 500
 REST = 2**62
 """Stands for the version after the last block."""
-# every stream begins with a new assignment, which would wait for the last request of the one before
-FETCH_WAIT_MS = 10
 DECISION_TOPICS = (
     "control.policy-versions",
     "control.train-steps",
     "control.prompt-group-outcomes",
 )
 
-TopicPartition = tuple[str, int]
-OffsetRange = tuple[int, int]
 OnProgress = Callable[[int, int], None]
 
 
@@ -91,23 +80,8 @@ def read_ledger(config: RunConfig, *, on_progress: OnProgress = _say_nothing) ->
             can be verified.
         ConfigError: The broker has no topics of this run.
     """
-    connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.ledger")
-    admin = Admin(connection)
-    try:
-        topics = admin.topics(TopicPlan.build_topic_name(config.run.id, ""))
-        if not topics:
-            raise ConfigError(
-                f"the broker has no topics of a run {config.run.id!r}; see run.id and "
-                "broker.bootstrap_servers"
-            )
-        verify_altered_log(admin, connection, topics)
-    finally:
-        admin.close()
-    reader = LogReader(connection, fetch_wait_ms=FETCH_WAIT_MS)
-    try:
-        return LedgerReader(config, connection, reader, on_progress=on_progress).read()
-    finally:
-        reader.close()
+    with RunLog(config, name="ledger", with_versions=False) as run_log:
+        return LedgerReader(run_log, on_progress=on_progress).read()
 
 
 def stable_ranges(
@@ -133,29 +107,17 @@ def stable_ranges(
 class LedgerReader:
     """See the module's docstring. Reads once."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        connection: Connection,
-        reader: LogReader,
-        *,
-        on_progress: OnProgress = _say_nothing,
-    ) -> None:
+    def __init__(self, run_log: RunLog, *, on_progress: OnProgress = _say_nothing) -> None:
         self._on_progress, self._num_processed = on_progress, 0
-        self._config, self._reader, self._codec, self._plan = (
-            config,
-            reader,
-            EventCodec(),
-            TopicPlan.from_config(config),
-        )
-        self._unreadable: Counter[str] = Counter()
+        self._log, self._config, self._plan = run_log, run_log.config, run_log.plan
+        config = run_log.config
         own = [(TopicPlan.build_topic_name(config.run.id, entity), 0) for entity in DECISION_TOPICS]
         self._versions_partition, self._steps_partition, self._ends_partition = own
         self._is_decision = frozenset(own)
-        self._spans = stable_ranges(reader, own)
+        self._spans = stable_ranges(run_log, own)
         self._samples, self._queue = self._list_sample_partitions(), self._list_queue_partitions()
         self._spans |= {
-            topic_partition: reader.watermarks(*topic_partition)
+            topic_partition: run_log.watermarks(*topic_partition)
             for topic_partition in [*self._queue, *self._samples]
         }  # samples were written before the decisions about them
         self._num_records = sum(stop - start for start, stop in self._spans.values())
@@ -178,7 +140,7 @@ class LedgerReader:
             is_replay=config.is_replay,
         )
         self._weights = StoredWeights(config)
-        self._source = _source_steps(config, connection) if config.is_replay else iter(())
+        self._source = _source_steps(run_log) if config.is_replay else iter(())
 
     def _list_sample_partitions(self) -> list[TopicPartition]:
         """Return where samples are on the log; none for a replay, which has its parent's."""
@@ -198,11 +160,6 @@ class LedgerReader:
 
     def read(self) -> Ledger:
         """Read everything, block by block."""
-        for record in self._reader.read_to_end(
-            [(TopicPlan.build_topic_name(self._config.run.id, "control.schemas"), 0)]
-        ):
-            if record.value:
-                self._learn(record)
         below = self._config.first_version
         while not self._is_read():
             below = self._next_block(below)
@@ -213,16 +170,10 @@ class LedgerReader:
             self._read_until([self._ends_partition], below, chunk=CHUNK_RECORDS)
             self._ledger.finalize(below)
         self._weights.check(self._ledger)
-        if self._unreadable:
-            log.warning("records.decode_failed", **dict(sorted(self._unreadable.items())))
+        unreadable = self._log.unreadable
+        if unreadable.count:
+            log.warning("records.decode_failed", count=unreadable.count, first=unreadable.named[0])
         return self._ledger
-
-    def _learn(self, record: Record) -> None:
-        try:
-            self._codec.learn(record.value, key=record.key)
-        except SchemaError as error:
-            self._unreadable[record.topic] += 1
-            log.debug("record.decode_failed", location=record.location, error=str(error))
 
     def _is_read(self) -> bool:
         return all(
@@ -325,7 +276,7 @@ class LedgerReader:
             for topic_partition, stop in stops.items()
             if stop > self._read_up_to[topic_partition]
         }
-        for record in self._reader.stream(spans, with_damaged=True):
+        for record in self._log.records(spans, with_damaged=True):
             self._process(record)
         self._read_up_to |= {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
@@ -342,12 +293,9 @@ class LedgerReader:
                 raise damage_error(record.topic, record.partition, record.offset)
             self._ledger.mark_damaged(at, key=record.key)
             return
-        try:
-            events = split_samples(self._codec.decode(record.value))
-        except (CorruptRecord, SchemaError) as error:
+        events = self._log.decode_samples(record)
+        if not events:
             self._ledger.count_unreadable()
-            self._unreadable[record.topic] += 1
-            log.debug("record.decode_failed", location=record.location, error=str(error))
             return
         for event in events:
             self._ledger.apply(event, at, key=record.key)
@@ -371,9 +319,10 @@ class LedgerReader:
             self._stamps[topic_partition] = event.trainer_version
 
 
-def _source_steps(config: RunConfig, connection: Connection) -> Iterator[TrainStepCommitted]:
+def _source_steps(run_log: RunLog) -> Iterator[TrainStepCommitted]:
     """Give the steps of the source that a replay trains."""
+    config = run_log.config
     until = config.parent.until_version
-    for step in ParentRun.read(connection, config.parent.run).steps():
+    for step in ParentRun.read(run_log.connection, config.parent.run).steps():
         if config.first_version <= step.train_step and (until < 0 or step.train_step < until):
             yield step

@@ -61,12 +61,14 @@ class Unreadable:
 class RunLog(AbstractContextManager["RunLog"]):
     """Reads a run's log, each partition up to its end at the first request."""
 
-    def __init__(self, config: RunConfig, *, name: str) -> None:
+    def __init__(self, config: RunConfig, *, name: str, with_versions: bool = True) -> None:
         """Open the log, and read its schemas, versions and end offsets.
 
         Args:
             config: The run, with the broker's address filled in.
             name: Distinguishes clients in the broker's log.
+            with_versions: Whether to read the versions, and those of a replay's parent; without
+                them nothing is found by version.
         Raises:
             BrokerUnavailable: No broker answered.
             ConfigError: The broker has no topics of this run.
@@ -83,10 +85,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         self._seen_ends: dict[TopicPartition, int] = {}
         self._unknown_schemas: set[bytes] = set()
         self._learn_schemas(config.run.id)
-        self.versions = self._read_versions(config.run.id)
+        self.versions = self._read_versions(config.run.id) if with_versions else {}
         self._owning_versions = self.versions
         if (
-            self.plan.source_run_id
+            with_versions and self.plan.source_run_id
         ):  # a replay's samples are another run's, at the offsets of that run's versions
             source_topics = self._admin.topics(
                 TopicPlan.build_topic_name(self.plan.source_run_id, "")
@@ -232,10 +234,17 @@ class RunLog(AbstractContextManager["RunLog"]):
         )
         return {topic_partition: self._seen_ends[topic_partition] for topic_partition in wanted}
 
-    def records(self, spans: Mapping[TopicPartition, OffsetRange]) -> Iterator[Record]:
-        """Read the records of these ranges, in order per partition."""
+    def watermarks(self, topic: str, partition: int) -> OffsetRange:
+        """Return the oldest and the next offset of a partition, as the broker knows them now."""
         with self._reader() as reader:
-            yield from reader.stream(spans)
+            return reader.watermarks(topic, partition)
+
+    def records(
+        self, spans: Mapping[TopicPartition, OffsetRange], *, with_damaged: bool = False
+    ) -> Iterator[Record]:
+        """Read the records of these ranges, in order per partition, as `LogReader.stream` does."""
+        with self._reader() as reader:
+            yield from reader.stream(spans, with_damaged=with_damaged)
 
     @contextmanager
     def _reader(self) -> Iterator[LogReader]:

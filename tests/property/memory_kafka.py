@@ -201,10 +201,13 @@ class MemoryKafka:
 
 
 class MemoryAdmin:
-    """The admin calls of the trainer."""
+    """The admin calls of the trainer, and of who reads a log."""
 
     def __init__(self, kafka: MemoryKafka) -> None:
         self._kafka, self._process = kafka, kafka.current
+
+    def topics(self, prefix: str) -> list[str]:
+        return sorted({topic for topic, _ in self._kafka.partitions if topic.startswith(prefix)})
 
     def end_offsets(self, topic_partitions: Sequence[PartitionKey]) -> dict[PartitionKey, int]:
         with self._process.call():

@@ -7,12 +7,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from memory_kafka import MemoryAdmin
 from test_worker_machine import WorkerMachine
 
 from relax_events.history import ledger as reading
+from relax_events.history import run_log
 from relax_events.history.ledger import LedgerReader
-from relax_events.kafka.connection import Connection
-from relax_events.kafka.log_reader import LogReader
+from relax_events.history.run_log import RunLog
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
@@ -31,10 +32,11 @@ def test_ledger_is_the_same_for_any_block_size(
         config = run.config.model_copy(
             update={"objects": run.config.objects.model_copy(update={"uri": tmp_path.as_uri()})}
         )
-        reader = LogReader(Connection.from_config(config.broker, client_id="ledger"))
-        ledger = LedgerReader(
-            config, Connection.from_config(config.broker, client_id="ledger"), reader
-        ).read()
+        admin = MemoryAdmin(run.kafka)
+        monkeypatch.setattr(run_log, "open_admin", lambda *_, **__: admin)
+        monkeypatch.setattr(run_log, "require_run", lambda *_: None)  # it publishes no schemas
+        with RunLog(config, name="ledger", with_versions=False) as log:
+            ledger = LedgerReader(log).read()
         assert ledger.problems() == run.ledger.problems() == []
         assert ledger.unverified() == []
         assert ledger.totals() == run.ledger.totals()
