@@ -2,7 +2,6 @@
 
 from benchmarks import (
     bus,
-    clients,
     curves,
     kernels,
     log_size,
@@ -22,4 +21,3 @@ weights.main()
 trl.main()
 curves.main()
 workloads.main()
-clients.main()

@@ -1,4 +1,4 @@
-"""The trainer's losses next to TRL's on the same numbers, and our advantages next to plain torch.
+"""The trainer's losses next to TRL's on the same numbers.
 
 They run in TRL's environment (`benchmarks.loss_kernels`), which shares our torch.
 """
@@ -43,32 +43,14 @@ def compute_ratio(seconds: Mapping[str, Sequence[float]]) -> float:
     return statistics.median(theirs / ours for ours, theirs in pairs)
 
 
-def advantage_rows(advantages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Lay out the advantages."""
-    return [
-        {
-            "advantages": one["kernel"],
-            "side": side,
-            "prompt groups": f"{one['num_items']:,}",
-            "ms": f"{milliseconds(seconds):.1f}",
-            "prompt groups/s": f"{one['num_items'] / statistics.median(seconds):,.0f}",
-        }
-        for one in advantages
-        for side, seconds in one["seconds"].items()
-    ]
-
-
-def publish(measured: Mapping[str, Any], folder: Path = report.FOLDER) -> None:
+def publish(losses: Sequence[Mapping[str, Any]], folder: Path = report.FOLDER) -> None:
     """Write the page."""
     report.write(
         "kernels",
         title=f"The trainer's losses compared with those of TRL {environment.pinned('trl', 'trl')}",
         command="python -m benchmarks.kernels",
-        tables={
-            "Losses": loss_rows(measured["losses"]),
-            "Advantages": advantage_rows(measured["advantages"]),
-        },
-        data=measured,
+        rows=loss_rows(losses),
+        data=losses,
         folder=folder,
     )
 

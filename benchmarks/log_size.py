@@ -79,7 +79,7 @@ def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
 def _rolled_out(ready: SampleReady, text: str) -> SampleRolledOut:
     fields = {field.name for field in dataclasses.fields(SampleRolledOut)} & {
         field.name for field in dataclasses.fields(SampleReady)
-    }
+    } - {"version_segments"}
     at = len(text) // 10
     return SampleRolledOut(
         **{name: getattr(ready, name) for name in fields},

@@ -1,5 +1,5 @@
-"""Losses and advantages on the same numbers, ours and TRL's own functions: `python -m
-benchmarks.loss_kernels`, in TRL's environment.
+"""Losses on the same numbers, ours and TRL's own functions: `python -m benchmarks.loss_kernels`, in
+TRL's environment.
 
 Prints JSON: for each kernel the seconds of either side by repetition, and how much the results
 differ.
@@ -21,11 +21,6 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from relax_events.algorithms.advantages import (
-    GroupRewards,
-    grpo_advantages,
-    normalise_prompt_groups,
-)
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
 from relax_events.training.backend.step_sums import sum_micro_batch
@@ -34,7 +29,6 @@ NUM_SAMPLES, MEDIAN_TOKENS, MAX_TOKENS = 256, 300, 2048
 LENGTHS = {"equal": 0.0, "with a tail": 1.0}
 """Deviation of the logarithm of the samples' lengths."""
 NUM_REPEATS = 15
-NUM_GROUPS, SAMPLES_PER_PROMPT, NUM_SINGLE_GROUPS = 100_000, 8, 5_000
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token"}
 
 
@@ -225,60 +219,6 @@ def measure_loss(
     }
 
 
-def plain_advantages(rewards: Tensor) -> Tensor:
-    """Centre and scale rewards that lie end to end, with plain torch operations on the whole
-    step."""
-    grouped = rewards.view(-1, SAMPLES_PER_PROMPT)
-    means, deviations = (
-        grouped.mean(dim=1).repeat_interleave(SAMPLES_PER_PROMPT),
-        grouped.std(dim=1).repeat_interleave(SAMPLES_PER_PROMPT),
-    )
-    return (rewards - means) / (deviations + 1e-6)
-
-
-def measure_advantages(num_groups: int, num_repeats: int) -> list[dict[str, Any]]:
-    """Time the advantages of many prompt groups: all at once, and one after the other as the
-    advantage role does."""
-    rewards = (
-        np.random.default_rng(0).integers(0, 2, (num_groups, SAMPLES_PER_PROMPT)).astype(np.float32)
-    )
-    flat = torch.from_numpy(rewards).flatten()
-    single = rewards[:NUM_SINGLE_GROUPS].astype(np.float64)
-    apart = float(
-        (torch.from_numpy(normalise_prompt_groups(rewards)).flatten() - plain_advantages(flat))
-        .abs()
-        .max()
-    )
-    at_once = timed(
-        {
-            "ours": lambda: normalise_prompt_groups(rewards),
-            "plain torch": lambda: plain_advantages(flat),
-        },
-        num_repeats,
-    )
-    one_by_one = timed(
-        {
-            "ours": lambda: [
-                grpo_advantages(GroupRewards(row), normalise_std=True) for row in single
-            ]
-        },
-        num_repeats,
-    )
-    return [
-        {
-            "kernel": "advantages, all prompt groups at once",
-            "num_items": num_groups,
-            "seconds": at_once,
-            "gradient_apart": apart,
-        },
-        {
-            "kernel": "advantages, a prompt group a call",
-            "num_items": len(single),
-            "seconds": one_by_one,
-        },
-    ]
-
-
 def main() -> None:
     """Measure everything on one thread and print it."""
     torch.set_num_threads(1)
@@ -288,7 +228,7 @@ def main() -> None:
         for kernel in LOSSES
         for name, numbers in sampled.items()
     ]
-    print(json.dumps({"losses": losses, "advantages": measure_advantages(NUM_GROUPS, NUM_REPEATS)}))
+    print(json.dumps(losses))
 
 
 if __name__ == "__main__":

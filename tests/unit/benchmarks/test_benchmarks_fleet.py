@@ -1,4 +1,4 @@
-"""What the benchmark of many clients makes of librdkafka's reports and of its cases."""
+"""What the benchmark of many workers makes of librdkafka's reports and of its cases."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.clients import Case
-from benchmarks.fleet import RequestRates
+from benchmarks.fleet import Case, RequestRates
 
 
 def report(name: str, seconds: float, *, fetches: int, coordinator: int) -> str:
