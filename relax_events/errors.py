@@ -18,6 +18,7 @@ RelaxError                 exit with its `exit_code`; its text names object, val
 ├── ObjectError            treat the record as a PoisonSample: an object is missing or altered
 ├── StoreUnavailable       wait for the object store; exit 8 after the deadline, to be restarted
 ├── WeightsError           keep serving the current policy version, log, try the next version
+│   └── DamagedTensors     the same; in a model's folder it is a ConfigError: exit 2
 ├── EpisodeFailed          begin the episode again; after `environment.attempts` dead-letter it
 ├── EngineFailed           exit 1: the inference server failed; restart the worker
 ├── CheckFailed            exit 6: a check completed and found a problem
@@ -27,6 +28,10 @@ RelaxError                 exit with its `exit_code`; its text names object, val
     └── StepNotFinite      commit the step with the previous weights; after
                            `trainer.max_steps_not_finite` consecutive ones end the run
 """
+
+from __future__ import annotations
+
+from pathlib import Path
 
 
 class RelaxError(Exception):
@@ -131,6 +136,19 @@ class StoreUnavailable(RelaxError):
 
 class WeightsError(RelaxError):
     """A weight artifact is incomplete, altered or does not fit the model."""
+
+
+class DamagedTensors(ConfigError, WeightsError):
+    """A safetensors file, or the index of several, is truncated, altered or of another format."""
+
+    def __init__(self, file: Path | str, rule: str) -> None:
+        """Create the error.
+
+        Args:
+            file: The file.
+            rule: What the file breaks, with the value seen.
+        """
+        super().__init__(f"{file} is damaged: {rule}; fetch or write it again")
 
 
 class EpisodeFailed(RelaxError):

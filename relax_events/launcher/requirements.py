@@ -23,6 +23,7 @@ from relax_events.gateway.program import resolve_command
 from relax_events.http.server import open_listener
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
+from relax_events.model_folder.tensors import read_layouts
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.plugins import (
     ENGINES,
@@ -142,7 +143,7 @@ def require_model(config: RunConfig) -> str:
                 f"model.path {path} has no {name}; give a complete folder in Hugging Face "
                 "layout, or a path that does not exist yet"
             )
-    if not list(path.glob("*.safetensors")):
+    if not read_layouts(path):
         raise ConfigError(
             f"model.path {path} has no *.safetensors; convert the weights (no other format is read)"
         )
@@ -269,8 +270,7 @@ def _require_teacher(config: RunConfig, section: str, teacher: TeacherModelConfi
     path = teacher.model_path
     assert path is not None, "checked by the configuration"
     require_regular_files(path, key=f"{section}.model_path")
-    is_whole = (path / "config.json").is_file() and list(path.glob("*.safetensors"))
-    if not teacher.urls and not is_whole:
+    if not teacher.urls and not ((path / "config.json").is_file() and read_layouts(path)):
         raise ConfigError(
             f"{section}.model_path {path} holds no config.json with *.safetensors; give a "
             "complete folder in Hugging Face layout"
@@ -306,7 +306,7 @@ def require_judge(config: RunConfig) -> str:
             else "none: nothing is rewarded here"
         )
     require_regular_files(path, key="judge.model_path")
-    if not (path / "config.json").is_file() or not list(path.glob("*.safetensors")):
+    if not (path / "config.json").is_file() or not read_layouts(path):
         raise ConfigError(
             f"judge.model_path {path} holds no config.json with *.safetensors; give a "
             "complete folder in Hugging Face layout"

@@ -4,10 +4,8 @@ tensor is loaded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import structlog
 
@@ -16,6 +14,7 @@ from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.schema_registry import open_codec
+from relax_events.model_folder.tensors import read_layouts
 from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.runtime.control_follower import ControlFollower
@@ -23,7 +22,6 @@ from relax_events.topics import TopicPlan
 from relax_events.weights.manifest import WeightManifest
 
 log = structlog.get_logger()
-HEADER_LENGTH_BYTES = 8
 LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 Shape = tuple[int, ...]
 
@@ -38,6 +36,7 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
     Raises:
         ConfigError: A tensor has another shape, or the number of layers differs; the text names
             both.
+        DamagedTensors: A file of the weights is damaged; the text names it.
     """
     path = config.model.path
     if newest is None or not path.exists():
@@ -64,7 +63,8 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
         _require_base(config, manifest)
         return f"{path} is the base model of policy version {newest.policy_version}'s adapters"
     trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
-    if difference := find_difference(read_shapes(path), trained):
+    shapes = {name: layout.shape for name, layout in read_layouts(path).items()}
+    if difference := find_difference(shapes, trained):
         what = (
             f"model.path {path} is not the model of run {config.run.id}: {difference} in policy "
             f"version {newest.policy_version}"
@@ -137,38 +137,3 @@ def _num_layers(names: Iterable[str]) -> dict[str, int]:
         if match := LAYER.match(name):
             found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
     return found
-
-
-def read_shapes(folder: Path) -> dict[str, Shape]:
-    """Return the shape of each tensor in a model's folder, by name, from the headers of its
-    safetensors files.
-
-    Raises:
-        ConfigError: A file is truncated or is not safetensors; the text names it.
-    """
-    shapes: dict[str, Shape] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                header = json.loads(
-                    file.read(int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little"))
-                )
-            shapes |= {
-                name: tuple(tensor["shape"])
-                for name, tensor in header.items()
-                if name != "__metadata__"
-            }
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            MemoryError,
-        ) as error:
-            raise ConfigError(
-                f"model.path {folder}: {path.name} is not a whole safetensors file "
-                f"({error}); fetch it again"
-            ) from None
-    return shapes

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import safetensors.torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from torch import Tensor
 
 from relax_events.config import LoRAConfig
 from relax_events.errors import ConfigError
 from relax_events.model_folder import read_model_json
+from relax_events.model_folder.tensors import StoredTensors
 from relax_events.models.adapters import parameter_name
-from relax_events.regular_files import require_regular_files
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 UNSUPPORTED = ("use_dora", "use_rslora", "alora_invocation_tokens", "modules_to_save")
@@ -65,14 +63,9 @@ def read_adapter_tensors(folder: Path) -> dict[str, Tensor]:
     """Read a folder's adapters onto the CPU, by the name of the parameter in the model.
 
     Raises:
-        ConfigError: They can't be read.
+        DamagedTensors: They can't be read.
     """
-    path = folder / TENSORS_FILE
-    try:
-        require_regular_files(folder, key="the folder of adapters")
-        tensors = safetensors.torch.load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} can't be read: {error}; export the adapters again") from error
+    tensors = StoredTensors.from_files([folder / TENSORS_FILE])
     return {parameter_name(name): tensor for name, tensor in tensors.items()}
 
 

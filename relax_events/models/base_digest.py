@@ -11,18 +11,19 @@ from pathlib import Path
 from blake3 import blake3
 
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.model_folder.tensors import list_weight_files
 
 CONFIG_FILE = "config.json"
 
 
 def compute_base_digest(folder: Path) -> bytes:
-    """Return the BLAKE3 digest of a model folder's `config.json` and safetensors files: their
-    names, sizes and bytes.
+    """Return the BLAKE3 digest of a model folder's `config.json` and weights: the files' names,
+    sizes and bytes.
 
     Raises:
         ConfigError: A file can't be read.
     """
-    paths = [folder / CONFIG_FILE, *sorted(folder.glob("*.safetensors"))]
+    paths = [folder / CONFIG_FILE, *list_weight_files(folder)]
     try:
         return _compute(
             tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from relax_events.errors import ConfigError, WeightsError
+from relax_events.model_folder.tensors import read_layouts
 from relax_events.regular_files import require_regular_files
 
 
@@ -62,6 +63,7 @@ def load_causal_lm(
         loader: The auto class of transformers for the model's family.
     Raises:
         ConfigError: The folder is missing or holds no causal language model.
+        DamagedTensors: A file of its weights is damaged; the text names it.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -69,6 +71,7 @@ def load_causal_lm(
             "layout, or create one with `relax models prepare`"
         )
     require_regular_files(path, key="model.path")
+    read_layouts(path)
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
         model: Any = loader.from_pretrained(

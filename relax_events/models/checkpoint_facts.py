@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from relax_events.config.engine import TinyModelConfig
 from relax_events.errors import ConfigError
 from relax_events.model_folder import get_text_config, get_thinker_config, read_model_json
+from relax_events.model_folder.tensors import read_layouts
 from relax_events.planning.inventory import CheckpointFacts
 
-DTYPES = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "bfloat16",
-    "F32": "float32",
-    "BF16": "bfloat16",
-    "F16": "bfloat16",
-}
-"""The compute dtype of a run, by the dtype name in `config.json` and file headers. float16 becomes
+DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+"""The compute dtype of a run, by the dtype in `config.json` or of the weights. float16 becomes
 bfloat16, because gradients would overflow float16.
 """
 TOWERS = ("visual.", "audio_tower.")
 """In the names of the towers' parameters in transformers."""
 DEFAULT_MAX_POSITIONS = 4096
-MAX_HEADER_BYTES = 100_000_000
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
 
 
@@ -39,8 +29,8 @@ def read_facts(path: Path) -> CheckpointFacts:
     """Read the facts of a checkpoint in Hugging Face layout.
 
     Raises:
-        ConfigError: `config.json` or a file's header can't be read or lacks sizes; the text names
-            the file.
+        ConfigError: `config.json` can't be read or lacks sizes; the text names it.
+        DamagedTensors: A file of the weights is damaged; the text names it.
     """
     settings = read_model_json(path / "config.json")
     config = get_text_config(settings)
@@ -76,7 +66,7 @@ def read_facts(path: Path) -> CheckpointFacts:
         ),
         None,
     )
-    most_common = counts.most_common(1)[0][0] if counts else "F32"
+    most_common = counts.most_common(1)[0][0] if counts else "float32"
     return replace(
         known,
         dtype=DTYPES.get(named or most_common, "float32"),
@@ -126,36 +116,16 @@ def _mlp_size(config: Mapping[str, Any]) -> int:
     return int(config["intermediate_size"])
 
 
-def has_weights(path: Path) -> bool:
-    """Return whether a folder holds safetensors files."""
-    return any(path.glob("*.safetensors"))
-
-
 def _parameters(path: Path, *, prefix: str) -> tuple[Counter[str], int]:
-    """Return the number of parameters by dtype, and those of towers, from the headers of the
-    files.
-    """
+    """Return the number of parameters by dtype, and those of towers."""
     counts, num_in_towers = Counter[str](), 0
-    for file in sorted(path.glob("*.safetensors")):
-        for name, tensor in _header(file):
-            if name.startswith(prefix):
-                size = prod(tensor["shape"])
-                counts[str(tensor["dtype"])] += size
-                if any(tower in name for tower in TOWERS):
-                    num_in_towers += size
+    for name, layout in read_layouts(path).items():
+        if name.startswith(prefix):
+            size = prod(layout.shape)
+            counts[layout.dtype] += size
+            if any(tower in name for tower in TOWERS):
+                num_in_towers += size
     return counts, num_in_towers
-
-
-def _header(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            tree = orjson.loads(opened.read(min(length, MAX_HEADER_BYTES)))
-        yield from ((name, tensor) for name, tensor in tree.items() if name != "__metadata__")
-    except (OSError, ValueError, struct.error, AttributeError) as error:
-        raise ConfigError(
-            f"{file} is not a safetensors file: {error}; use the model's folder as it was published"
-        ) from None
 
 
 def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:

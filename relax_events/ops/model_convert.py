@@ -22,17 +22,17 @@ from torch import Tensor
 from relax_events.config import MediaConfig, ModelConfig
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
+from relax_events.model_folder.tensors import StoredTensors, TensorLayout
 from relax_events.models.families import Family, read_family
 from relax_events.models.parameters import read_parameters
-from relax_events.ops.model_export.base_folder import copy_small_files, open_base_tensors
-from relax_events.ops.model_export.export import MAX_SHARD_BYTES, write_shards
-from relax_events.ops.model_export.layout import plan_tensors, split_into_shards
+from relax_events.ops.model_export.base_folder import copy_small_files
+from relax_events.ops.model_export.export import MAX_SHARD_BYTES, write_planned
+from relax_events.ops.model_export.layout import plan_tensors
 from relax_events.training.megatron.folder_tensors import FolderTensors
 from relax_events.training.megatron.layout import TOWERS, Shard, cut, full_shapes, rank_shards
 from relax_events.training.megatron.opening import read_sizes
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.training.megatron.towers import build_towers
-from relax_events.weights.tensor_files import TensorLayout
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -73,7 +73,8 @@ def convert_to_megatron(
         _add_towers(model, source, family, dtype)
         report(f"reading {source}")
         parameters = dict(model.named_parameters())
-        with FolderTensors(source, shapes) as tensors, torch.no_grad():
+        tensors = FolderTensors(source, shapes)
+        with torch.no_grad():
             for shard in shards:
                 for piece in shard.pieces:
                     values = tensors.read(piece.name, piece.source)
@@ -113,7 +114,7 @@ def convert_to_folder(
             "megatron-core wrote, as iter_0001000"
         )
     (sizes, family), dtype = _read_sizes(base), _read_dtype(base)
-    layouts = open_base_tensors(base)
+    stored = StoredTensors.from_folder(base)
     shapes = full_shapes(sizes)
     with _whole_model(sizes, dtype) as (model, shards):
         _add_towers(model, base, family, dtype)
@@ -123,13 +124,14 @@ def convert_to_folder(
         _load(model, source)
         trained = _ModelTensors(model, shards, shapes, dtype=dtype)
         planned = plan_tensors(
-            layouts.layouts,
+            stored.layouts,
             trained.layouts,
             read_parameters(base, ModelConfig(path=base)),
             dtype=dtype,
         )
-        files = list(split_into_shards(planned, max_shard_bytes=MAX_SHARD_BYTES))
-        write_shards(folder, files, (trained, layouts), report=report)
+        write_planned(
+            folder, planned, (trained, stored), max_shard_bytes=MAX_SHARD_BYTES, report=report
+        )
     return Conversion(str(folder), "hf", len(planned), _num_bytes(shapes, dtype), dtype)
 
 
@@ -169,7 +171,7 @@ def _read_sizes(folder: Path) -> tuple[DecoderSizes, Family]:
 
 def _read_dtype(folder: Path) -> str:
     """Return the dtype of a folder's weights."""
-    names = {layout.dtype for layout in open_base_tensors(folder).layouts.values()}
+    names = {layout.dtype for layout in StoredTensors.from_folder(folder).layouts.values()}
     if len(names) > 1:
         raise ConfigError(
             f"{folder} holds weights in {' and '.join(sorted(names))}, and a conversion keeps one "

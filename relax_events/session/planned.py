@@ -8,7 +8,7 @@ from math import prod
 from relax_events.config import RunConfig
 from relax_events.config.unset_keys import missing_keys, with_values
 from relax_events.errors import CheckFailed
-from relax_events.models.checkpoint_facts import has_weights
+from relax_events.model_folder.tensors import list_weight_files
 from relax_events.planning.derived import derive
 from relax_events.planning.device_specs import DeviceSpec, parse_devices
 from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
@@ -54,7 +54,7 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
     else:
         count, device = 1, DeviceSpec(CPU, machine.memory_bytes)
     facts = read_checkpoint_facts(config)
-    if "model" in facts and not has_weights(config.model.path) and config.model.tiny is None:
+    if "model" in facts and not list_weight_files(config.model.path) and config.model.tiny is None:
         # towers and the norms of layers are not in an estimate from the sizes
         facts["model"] = replace(facts["model"], num_parameters=_count_parameters(config))
     if missing_keys(config):

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
+from relax_events.model_folder.tensors import StoredTensors, TensorLayout
 from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.weights.artifact_reader import read_chain
 from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
 from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
 from relax_events.weights.manifest import WeightManifest
-from relax_events.weights.tensor_files import TensorFiles, TensorLayout, Tensors, raw_bytes
+from relax_events.weights.tensor_files import Tensors, raw_bytes
 
 NUM_CACHED = 2
 """Changed tensors that are kept: the parts of a layer's two fused expert tensors are asked for in
@@ -100,8 +101,8 @@ class ArtifactTensors:
         return torch.frombuffer(new, dtype=old.dtype).reshape(old.shape) if len(new) else old
 
 
-def _open_files(store: ObjectStore, manifest: WeightManifest, folder: Path) -> TensorFiles:
-    return TensorFiles(
+def _open_files(store: ObjectStore, manifest: WeightManifest, folder: Path) -> StoredTensors:
+    return StoredTensors.from_files(
         download(store, file, folder / f"{manifest.policy_version:08d}-{number:05d}.safetensors")
         for number, file in enumerate(manifest.files)
     )

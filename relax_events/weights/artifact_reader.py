@@ -4,46 +4,18 @@ imports none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relax_events.errors import ObjectError, WeightsError
+from relax_events.errors import DamagedTensors, ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
+from relax_events.model_folder.tensors import RawTensor, StoredTensors, TensorLayout, split_file
 from relax_events.objects import ObjectStore
 from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
 from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
-from relax_events.weights.file_header import RawTensor, split_file
 from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class RawTensors(Mapping[str, "Tensor"]):
-    """Tensors by name, each created on access over the bytes that were read, without a copy."""
-
-    def __init__(self, raw: Mapping[str, RawTensor]) -> None:
-        self.raw = raw
-
-    def __getitem__(self, name: str) -> Tensor:
-        import torch
-
-        raw = self.raw[name]
-        dtype = getattr(torch, raw.dtype)
-        return (
-            torch.frombuffer(raw.data, dtype=dtype).reshape(raw.shape)
-            if raw.data
-            else torch.empty(raw.shape, dtype=dtype)
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.raw)
-
-    def __len__(self) -> int:
-        return len(self.raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +23,7 @@ class CachedWeights:
     """A version that was read earlier and has not been modified."""
 
     digest: bytes
-    tensors: RawTensors
+    tensors: StoredTensors
 
 
 def read_weights(
@@ -77,11 +49,13 @@ def read_weights(
         for manifest in chain:
             tensors = _read_files(store, manifest, tensors)
         _verify(chain[-1], tensors)
+    except DamagedTensors:
+        raise
     except (ObjectError, WeightsError) as error:
         raise WeightsError(f"weights {reference.uri} can't be used: {error}") from error
     newest = chain[-1]
     return Weights(
-        newest.policy_version, RawTensors(tensors), newest.digest, base_digest=newest.base_digest
+        newest.policy_version, StoredTensors(tensors), newest.digest, base_digest=newest.base_digest
     )
 
 
@@ -95,7 +69,7 @@ def _verify(manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> None:
         digests = {}
         for entry in manifest.tensors:
             raw = tensors[entry.name]
-            seen = tensor_digest(entry.name, raw.dtype, raw.shape, raw.data)
+            seen = tensor_digest(entry.name, raw.layout.dtype, raw.layout.shape, raw.data)
             if seen != entry.digest:
                 raise WeightsError(
                     f"{entry.name} was altered in {manifest.files[entry.file].uri}: its BLAKE3 "
@@ -105,7 +79,9 @@ def _verify(manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> None:
         digest = combine_digests(digests)
     else:
         named = ((name, tensors[name]) for name in sorted(tensors))
-        digest = sha256_digest((name, raw.dtype, raw.shape, raw.data) for name, raw in named)
+        digest = sha256_digest(
+            (name, raw.layout.dtype, raw.layout.shape, raw.data) for name, raw in named
+        )
     if digest != manifest.digest:
         raise WeightsError(f"their digest must be {manifest.digest.hex()}, got {digest.hex()}")
 
@@ -164,7 +140,7 @@ def _read_files(
     """
     read: dict[str, RawTensor] = {}
     for number, file in enumerate(manifest.files):
-        loaded = split_file(store.get_buffer(file))
+        loaded = split_file(store.get_buffer(file), file.uri)
         entries = [entry for entry in manifest.tensors if entry.file == number]
         for entry in entries:
             if entry.name in manifest.changed:
@@ -190,23 +166,20 @@ def _apply_tensor_delta(
         old is None
         or positions is None
         or values is None
-        or positions.dtype not in ("int32", "int64")
+        or positions.layout.dtype not in ("int32", "int64")
     ):
         raise WeightsError(
             f"{entry.name} can't be changed: its positions, its values or what they are to "
             "be applied to are missing"
         )
-    offsets = np.frombuffer(positions.data, dtype=positions.dtype)
-    return RawTensor(old.dtype, old.shape, apply_delta(entry.name, old.data, offsets, values.data))
+    offsets = np.frombuffer(positions.data, dtype=positions.layout.dtype)
+    return RawTensor(old.layout, apply_delta(entry.name, old.data, offsets, values.data))
 
 
 def _check_file(uri: str, loaded: Mapping[str, RawTensor], entries: list[TensorEntry]) -> None:
     if different := sorted(loaded.keys() ^ {entry.name for entry in entries}):
         raise WeightsError(f"{different[0]} is not in both the manifest and {uri}")
     for entry in entries:
-        seen = loaded[entry.name]
-        if (seen.dtype, seen.shape) != (entry.dtype, entry.shape):
-            raise WeightsError(
-                f"{entry.name} in {uri} must be {entry.dtype} {list(entry.shape)}, got "
-                f"{seen.dtype} {list(seen.shape)}"
-            )
+        expected, seen = TensorLayout(entry.dtype, entry.shape), loaded[entry.name].layout
+        if seen != expected:
+            raise WeightsError(f"{entry.name} in {uri} must be {expected}, got {seen}")

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from relax_events.model_folder.tensors import TensorLayout, render_header
 from relax_events.weights.reused_memory import ReusedMemory
-from relax_events.weights.tensor_files import TensorLayout, dtype_name, render_header
+from relax_events.weights.tensor_files import lay_out_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,7 @@ class FileContent:
             memory: What the file is laid out in, if it is large enough.
             lender: Lends other memory; without it, that is fresh.
         """
-        # wide dtypes first, so that each tensor starts at a multiple of its element's size
-        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        layouts = {
-            name: TensorLayout(dtype_name(tensors[name]), tuple(tensors[name].shape))
-            for name in order
-        }
+        layouts = lay_out_file(tensors)
         header = render_header(layouts)
         num_bytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
         if memory is None or len(memory) < num_bytes:
@@ -55,7 +51,7 @@ class FileContent:
         content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         spans: dict[str, slice] = {}
         position = len(header)
-        for name in order:
+        for name in layouts:
             tensor = tensors[name].detach()
             spans[name] = slice(position, position + tensor.nbytes)
             if tensor.nbytes:

@@ -1,45 +1,25 @@
-"""Reads tensors from memory-mapped safetensors files, and writes such files one tensor at a time.
-
-Neither needs memory for more than one tensor, whatever the size of a file.
+"""Writes safetensors files and the weights of model folders one tensor at a time: memory for one
+tensor is enough, whatever the size of a file.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from relax_events.errors import WeightsError
-from relax_events.weights.file_header import DTYPES, HEADER_LENGTH_BYTES
-
-ALIGNMENT_BYTES = 8
-"""Tensors start at a multiple of this, so the header is padded with spaces."""
-METADATA = {"format": "pt"}
-STORED_DTYPES = {ours: stored for stored, ours in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLayout:
-    """Dtype, named as torch does, and shape of a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of its values."""
-        return prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+from relax_events.model_folder.tensors import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    TensorLayout,
+    render_header,
+    render_index,
+)
 
 
 class Tensors(Protocol):
@@ -53,58 +33,6 @@ class Tensors(Protocol):
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU; the caller does not change it."""
         ...
-
-
-class TensorFiles:
-    """The tensors of several safetensors files, which stay mapped: deleting a file does not disturb
-    its reader.
-    """
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        """Open the files and read their headers.
-
-        Raises:
-            WeightsError: A file is missing or is no safetensors file; the text names it.
-        """
-        self._handles: dict[str, Any] = {}
-        self.layouts: dict[str, TensorLayout] = {}
-        for path in files:
-            try:
-                handle: Any = safe_open(path, framework="pt")
-                for name in handle.keys():  # noqa: SIM118  # it is no mapping
-                    part = handle.get_slice(name)
-                    dtype = part.get_dtype()
-                    self.layouts[name] = TensorLayout(
-                        DTYPES.get(dtype, dtype), tuple(part.get_shape())
-                    )
-                    self._handles[name] = handle
-            except (OSError, SafetensorError) as error:
-                raise WeightsError(f"{path} can't be read as safetensors: {error}") from error
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor as a view of the mapped file."""
-        tensor: Tensor = self._handles[name].get_tensor(name)
-        return tensor
-
-
-def render_header(layouts: Mapping[str, TensorLayout]) -> bytes:
-    """Return what a safetensors file has before its tensors.
-
-    Args:
-        layouts: The tensors, in the order of the file.
-    """
-    header: dict[str, Any] = {"__metadata__": METADATA}
-    end = 0
-    for name, layout in layouts.items():
-        begin, end = end, end + layout.num_bytes
-        header[name] = {
-            "dtype": STORED_DTYPES[layout.dtype],
-            "shape": list(layout.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT_BYTES)
-    return len(text).to_bytes(HEADER_LENGTH_BYTES, "little") + text
 
 
 def write_tensor_file(
@@ -136,6 +64,48 @@ def write_tensor_file(
         if is_lasting:
             file.flush()
             os.fsync(file.fileno())
+
+
+def write_weight_files(
+    folder: Path,
+    files: Sequence[Mapping[str, TensorLayout]],
+    read: Callable[[str], Tensor],
+    *,
+    is_lasting: bool = True,
+    report: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Write the weights of a model folder, with the index of several files.
+
+    Args:
+        folder: The folder; exists.
+        files: The tensors of each file, in the order of the file.
+        read: As in `write_tensor_file`.
+        is_lasting: As in `write_tensor_file`.
+        report: Called with a line for each file.
+    Raises:
+        OSError: A file can't be written.
+        WeightsError: A tensor has another shape.
+    """
+    count = len(files)
+    named = {
+        SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors": layouts
+        for number, layouts in enumerate(files, start=1)
+    }
+    for name, layouts in named.items():
+        report(f"writing {name}")
+        write_tensor_file(folder / name, layouts, read, is_lasting=is_lasting)
+    if count > 1:
+        (folder / INDEX_FILE).write_bytes(render_index(named))
+
+
+def lay_out_file(tensors: Mapping[str, Tensor]) -> dict[str, TensorLayout]:
+    """Return the layouts of a file's tensors in its order: wide dtypes first, so that each tensor
+    starts at a multiple of its element's size.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return {
+        name: TensorLayout(dtype_name(tensors[name]), tuple(tensors[name].shape)) for name in order
+    }
 
 
 def dtype_name(tensor: Tensor) -> str:

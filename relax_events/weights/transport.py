@@ -15,8 +15,9 @@ import structlog
 from relax_events.errors import WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import Event, PolicyVersionPublished
+from relax_events.model_folder.tensors import StoredTensors
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifact_reader import CachedWeights, RawTensors, read_weights
+from relax_events.weights.artifact_reader import CachedWeights, read_weights
 from relax_events.weights.manifest import Base, Weights
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class StoreReader:
             # read again without the cached version, which may be the altered one
             log.warning("weights.read_retried", error=str(error))
             weights = read_weights(self._store, reference)
-        if self._full_snapshot_interval > 1 and isinstance(weights.tensors, RawTensors):
+        if self._full_snapshot_interval > 1 and isinstance(weights.tensors, StoredTensors):
             self._cached = CachedWeights(weights.digest, weights.tensors)
         return weights
 

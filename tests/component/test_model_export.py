@@ -272,12 +272,13 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}]
 from published_model import TrainedRun
 from relax_events.ops.model_export import export
-written = export.write_tensor_file
-def write(path, *arguments):
+from relax_events.weights import tensor_files
+write_whole = tensor_files.write_tensor_file
+def write(path, *arguments, **options):
     if "00002" in path.name:
         os.kill(os.getpid(), signal.SIGKILL)
-    written(path, *arguments)
-export.write_tensor_file = write
+    write_whole(path, *arguments, **options)
+tensor_files.write_tensor_file = write
 run = TrainedRun(Path({folder!r}) / "run", Path({folder!r}) / "base")
 export.export_version(run.config, run.versions, 2, Path({folder!r}) / "out", max_shard_bytes=20_000)
 """

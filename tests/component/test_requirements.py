@@ -21,6 +21,7 @@ from relax_events.launcher.requirements import (
     require_teacher,
 )
 from relax_events.model_folder import read_model_json
+from relax_events.model_folder.tensors import TensorLayout, render_header
 from relax_events.models.token_table import read_vocabulary
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -32,8 +33,10 @@ SEVEN_ROLES = (
 def whole_model(folder: Path) -> Path:
     """Make a folder with the files of a checkpoint."""
     folder.mkdir()
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+    for name in ("config.json", "tokenizer_config.json"):
         (folder / name).touch()
+    layouts = {"a": TensorLayout("uint8", (1,))}
+    (folder / "model.safetensors").write_bytes(render_header(layouts) + b"\0")
     return folder
 
 
@@ -261,7 +264,9 @@ def test_error_names_metrics_port_already_in_use(make_run_config: MakeRunConfig)
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        ports = "|".join(str(port - back) for back in range(4))  # another program may hold the others
+        ports = "|".join(
+            str(port - back) for back in range(4)
+        )  # another program may hold the others
         with pytest.raises(
             EnvironmentProblem,
             match=rf"can't serve metrics on 127.0.0.1:({ports}): Address already in use; set telemetry.metrics_port = 0",

@@ -14,7 +14,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.examples.tiny_models import make_tiny
-from relax_events.launcher.weights_fit import find_difference, read_shapes, require_fitting_model
+from relax_events.launcher.weights_fit import find_difference, require_fitting_model
 from relax_events.objects import ObjectStore
 from relax_events.weights.artifact_writer import write_weights
 
@@ -82,24 +82,3 @@ def test_model_check_is_skipped_without_version_model_or_manifest(
 
 def test_model_comparison_ignores_tensors_present_on_one_side_only() -> None:
     assert find_difference({"a": (1,), "experts.0.w": (2,)}, {"a": (1,), "experts.w": (4, 2)}) == ""
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff" * 8, (100).to_bytes(8, "little") + b"{", (2).to_bytes(8, "little") + b"[]"],
-)
-def test_error_names_truncated_safetensors_file(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(
-        ConfigError, match=r"model\.safetensors is not a whole safetensors file .*; fetch it again"
-    ):
-        read_shapes(tmp_path)
-
-
-def test_read_shapes_returns_the_shapes_of_the_tensors(
-    published: tuple[RunConfig, PolicyVersionPublished],
-) -> None:
-    path = published[0].model.path
-    assert read_shapes(path) == {
-        name: tuple(tensor.shape) for name, tensor in load_file(path / "model.safetensors").items()
-    }

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
-import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,8 +28,9 @@ from relax_events.model_folder import (
     read_expert_counts,
     read_model_json,
 )
+from relax_events.model_folder.tensors import StoredTensors, read_layouts
 from relax_events.weights.artifact_writer import split_into_files
-from relax_events.weights.tensor_files import TensorLayout, dtype_name, write_tensor_file
+from relax_events.weights.tensor_files import lay_out_file, write_weight_files
 
 MEDIA_MODELS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe")
 """Models whose media the engine sends, by `model_type`: all read images and video, the last two
@@ -54,7 +53,6 @@ OMNI_PART, THINKER = re.compile(r"(thinker|talker|code2wav)\."), "thinker."
 only the thinker.
 """
 ROUTER = re.compile(r".*layers\.(\d+)\.mlp\.gate\.weight$")
-HEADER_LENGTH_BYTES = 8
 MAX_FILE_BYTES = 1024**3
 DEFAULT_MEDIA = MediaConfig()
 REMEDY = "publish weights of the model in model.path"
@@ -104,6 +102,7 @@ class ModelFolder:
         Raises:
             ConfigError: The folder is missing, has no language model in safetensors, or has no
                 experts to record.
+            DamagedTensors: A file of the weights is damaged; the text names it.
         """
         settings = read_model_json(path / "config.json")
         layout = (
@@ -113,9 +112,8 @@ class ModelFolder:
         )
         config, text = get_thinker_config(settings), get_text_config(settings)
         empty = {
-            name: torch.empty(shape, device="meta")
-            for file in sorted(path.glob("*.safetensors"))
-            for name, shape in _header(file)
+            name: torch.empty(layout.shape, device="meta")
+            for name, layout in read_layouts(path).items()
         }
         if not empty or not {"vocab_size", "hidden_size"} <= text.keys():
             raise ConfigError(
@@ -186,14 +184,8 @@ class ModelFolder:
 
     def tensors(self) -> dict[str, Tensor]:
         """Load the folder's weights, by the names in `shapes`."""
-        files = (
-            safetensors.torch.load_file(file) for file in sorted(self.path.glob("*.safetensors"))
-        )
-        return dict(
-            folder_tensors(
-                (pair for file in files for pair in file.items()), hidden_size=self.hidden_size
-            )
-        )
+        stored = StoredTensors.from_folder(self.path)
+        return dict(folder_tensors(stored.items(), hidden_size=self.hidden_size))
 
     def match_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return other weights of this model under the tensor names of its folder.
@@ -242,25 +234,11 @@ class ModelFolder:
             for file in self.path.iterdir():
                 if ".safetensors" not in file.name:
                     (folder / file.name).symlink_to(file.resolve())
-            files: dict[str, str] = {}
-            for number, names in enumerate(
-                split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)
-            ):
-                # wide dtypes first, so that each tensor starts at a multiple of its element's size
-                names.sort(key=lambda name: (-tensors[name].element_size(), name))
-                write_tensor_file(
-                    folder / (file_name := f"model-{number:05}.safetensors"),
-                    {
-                        name: TensorLayout(dtype_name(tensors[name]), tuple(tensors[name].shape))
-                        for name in names
-                    },
-                    tensors.__getitem__,
-                    is_lasting=False,
-                )
-                files |= dict.fromkeys(names, file_name)
-            (folder / "model.safetensors.index.json").write_bytes(
-                orjson.dumps({"metadata": {}, "weight_map": files})
-            )
+            files = [
+                lay_out_file({name: tensors[name] for name in names})
+                for names in split_into_files(tensors, max_file_bytes=MAX_FILE_BYTES)
+            ]
+            write_weight_files(folder, files, tensors.__getitem__, is_lasting=False)
         except OSError as error:
             remedy = "free space, or set engine.sglang.weights_directory"
             raise WeightsError(
@@ -337,16 +315,6 @@ def to_transformers_layout(name: str, tensor: Tensor, *, hidden_size: int) -> Te
         return tensor
     is_transposed = tensor.shape[2 if found[2] == "gate_up_proj" else 1] != hidden_size
     return tensor.transpose(1, 2) if is_transposed else tensor
-
-
-def _header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Read names and shapes from the header of a safetensors file."""
-    with file.open("rb") as data:
-        num_bytes = int.from_bytes(data.read(HEADER_LENGTH_BYTES), "little")
-        header: dict[str, Any] = orjson.loads(data.read(num_bytes))
-    return (
-        (name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
-    )
 
 
 def _extractor(path: Path) -> Any:

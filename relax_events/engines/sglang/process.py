@@ -18,6 +18,7 @@ from relax_events.engines.sglang import launch as serve
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import EnvironmentProblem
 from relax_events.kafka.embedded.ports import HOST, choose_port
+from relax_events.model_folder.tensors import list_weight_files
 from relax_events.planning.inventory import num_threads
 from relax_events.runtime.device_turn import turn_files
 
@@ -170,7 +171,7 @@ def make_weights_folder(model: ModelFolder, config: SGLangConfig) -> Path:
     """Create the folder for a server's weights: in `weights_directory` if that is set, else in
     memory if there is room.
     """
-    num_bytes = sum(file.stat().st_size for file in model.path.glob("*.safetensors"))
+    num_bytes = sum(file.stat().st_size for file in list_weight_files(model.path))
     has_room = (
         MEMORY.is_dir()
         and os.access(MEMORY, os.W_OK)

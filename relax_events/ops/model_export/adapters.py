@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relax_events.config import LoRAConfig, RunConfig
 from relax_events.errors import WeightsError
+from relax_events.model_folder.tensors import TensorLayout
 from relax_events.models.adapter_folder import CONFIG_FILE, TENSORS_FILE, render_adapter_config
 from relax_events.models.adapter_merge import adapter_names, list_adapted_modules, merge_matrix
 from relax_events.models.adapters import peft_name
@@ -21,7 +22,7 @@ from relax_events.models.parameters import ModelParameters
 from relax_events.ops.model_export.base_folder import BaseModel
 from relax_events.ops.model_export.layout import REMEDY, THINKER, natural_order
 from relax_events.ops.model_export.sources import VersionWeights
-from relax_events.weights.tensor_files import TensorLayout, Tensors, write_tensor_file
+from relax_events.weights.tensor_files import Tensors, write_tensor_file
 
 MODEL_FILES = ("config.json", "generation_config.json")
 """Small files of the base model that would let a folder of adapters look like a whole model's."""

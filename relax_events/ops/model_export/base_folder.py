@@ -1,6 +1,4 @@
-"""What an exported folder takes from the base model's folder: its tensors' names, its small files,
-and its licence.
-"""
+"""What an exported folder takes from the base model's folder: its small files, and its licence."""
 
 from __future__ import annotations
 
@@ -14,12 +12,10 @@ from typing import Any
 
 import orjson
 
-from relax_events.errors import ConfigError, WeightsError
+from relax_events.errors import ConfigError
 from relax_events.model_folder import read_model_json
 from relax_events.regular_files import open_regular, read_regular_text
-from relax_events.weights.tensor_files import TensorFiles
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 CARD_FILE = "README.md"
 COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
 COPIED_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)", re.IGNORECASE)
@@ -82,33 +78,6 @@ def _read_front_matter(path: Path) -> dict[str, str]:
     lines = found[1].splitlines() if found else []
     pairs = (line.partition(":") for line in lines if re.match(r"\w+:", line))
     return {key: value.strip().strip("\"'") for key, _, value in pairs}
-
-
-def open_base_tensors(folder: Path) -> TensorFiles:
-    """Map the weights of a model folder: one file, or those that its index names.
-
-    Raises:
-        ConfigError: It has none in safetensors.
-        WeightsError: A file can't be read.
-    """
-    if (folder / SINGLE_FILE).is_file():
-        return TensorFiles([folder / SINGLE_FILE])
-    if not (folder / INDEX_FILE).is_file():
-        raise ConfigError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a base model in "
-            "safetensors as --base"
-        )
-    index = read_model_json(folder / INDEX_FILE).get("weight_map", {})
-    names = sorted(set(index.values()))
-    if any(Path(name).name != name for name in names):
-        raise ConfigError(f"{folder / INDEX_FILE} names files of other folders")
-    files = TensorFiles(folder / name for name in names)
-    if missing := sorted(index.keys() - files.layouts.keys()):
-        raise WeightsError(
-            f"{folder / INDEX_FILE} names tensor {missing[0]}, which its file does not hold; "
-            "download the base model again"
-        )
-    return files
 
 
 def copy_small_files(

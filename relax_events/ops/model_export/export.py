@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import orjson
 from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
+from relax_events.model_folder.tensors import StoredTensors
 from relax_events.models.adapter_folder import TENSORS_FILE
 from relax_events.models.parameters import read_parameters
 from relax_events.ops.model_export.adapters import (
@@ -33,10 +33,7 @@ from relax_events.ops.model_export.adapters import (
 )
 from relax_events.ops.model_export.base_folder import (
     CARD_FILE,
-    INDEX_FILE,
-    SINGLE_FILE,
     copy_small_files,
-    open_base_tensors,
     read_base_model,
     set_dtype,
 )
@@ -51,7 +48,7 @@ from relax_events.ops.model_export.layout import (
 from relax_events.ops.model_export.new_folder import write_folder
 from relax_events.ops.model_export.sources import open_weights
 from relax_events.ops.model_export.versions import PublishedVersions
-from relax_events.weights.tensor_files import Tensors, write_tensor_file
+from relax_events.weights.tensor_files import Tensors, write_weight_files
 
 MAX_SHARD_BYTES = 5_000_000_000
 MODEL, ADAPTERS, MERGED = "model", "adapters", "merged model"
@@ -119,13 +116,14 @@ def export_version(
             to merge.
         VersionLost: The version is not left.
         WeightsError: The version does not fit the base model.
+        DamagedTensors: A file of the base model's weights is damaged; the text names it.
         EnvironmentProblem: The folder can't be written.
     """
     base = config.model.path
     if target.resolve() == base.resolve():
         raise ConfigError(f"--to {target} is the base model's folder; give another one")
     content = _choose_content(config, merged=merged)
-    base_tensors = open_base_tensors(base)
+    base_tensors = StoredTensors.from_folder(base)
     with write_folder(target, replaces=replaces) as folder:
         opened = folder / OPENED_FOLDER
         opened.mkdir()
@@ -234,11 +232,12 @@ def _write_model(
         trained = MergedTensors(base, trained, lora=config.model.lora, dtype=dtype)
         parameters = leave_unmerged(parameters, trained)
     planned = plan_tensors(base.layouts, trained.layouts, parameters, dtype=config.model.dtype)
-    shards = list(split_into_shards(planned, max_shard_bytes=max_shard_bytes))
     _write_small_files(folder, lineage)
-    write_shards(folder, shards, (trained, base), report=report)
+    num_files = write_planned(
+        folder, planned, (trained, base), max_shard_bytes=max_shard_bytes, report=report
+    )
     num_bytes = sum(tensor.layout.num_bytes for tensor in planned)
-    return Sizes(len(planned), count_trained(planned), len(shards), num_bytes)
+    return Sizes(len(planned), count_trained(planned), num_files, num_bytes)
 
 
 def _write_small_files(folder: Path, lineage: Lineage) -> None:
@@ -249,40 +248,28 @@ def _write_small_files(folder: Path, lineage: Lineage) -> None:
     (folder / CARD_FILE).write_text(render_card(lineage))
 
 
-def write_shards(
+def write_planned(
     folder: Path,
-    shards: list[list[ExportedTensor]],
+    planned: list[ExportedTensor],
     sources: tuple[Tensors, Tensors],
     *,
+    max_shard_bytes: int,
     report: Report,
-) -> None:
-    """Write the weight files, and the index of several.
+) -> int:
+    """Write the weight files, and the index of several; return the number of files.
 
     Args:
         folder: The folder.
-        shards: The tensors of each file.
+        planned: The tensors, in their order.
         sources: The version's weights, and the base folder's tensors.
+        max_shard_bytes: Largest size of a file, unless one tensor is larger.
         report: Called with a line for each file.
     """
-    files: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = (
-            SINGLE_FILE
-            if len(shards) == 1
-            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        )
-        report(f"writing {name}")
-        tensors = {tensor.name: tensor for tensor in shard}
-        write_tensor_file(
-            folder / name,
-            {tensor.name: tensor.layout for tensor in shard},
-            partial(_read_named, tensors, sources),
-        )
-        files |= dict.fromkeys(tensors, name)
-    if len(shards) > 1:
-        total = sum(tensor.layout.num_bytes for shard in shards for tensor in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / INDEX_FILE).write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
+    shards = split_into_shards(planned, max_shard_bytes=max_shard_bytes)
+    files = [{tensor.name: tensor.layout for tensor in shard} for shard in shards]
+    tensors = {tensor.name: tensor for tensor in planned}
+    write_weight_files(folder, files, partial(_read_named, tensors, sources), report=report)
+    return len(files)
 
 
 def _read_named(

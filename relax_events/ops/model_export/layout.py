@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relax_events.errors import WeightsError
+from relax_events.model_folder.tensors import TensorLayout
 from relax_events.models.parameters import ModelParameters
 from relax_events.weights.artifact_writer import split_by_bytes
-from relax_events.weights.tensor_files import TensorLayout
 
 OTHER_PARTS = ("talker.", "code2wav.")
 """Parts of a complete Qwen3-Omni checkpoint that are not trained."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from relax_events.errors import ObjectError, WeightsError
 from relax_events.events.parts import CheckpointRef
+from relax_events.model_folder.tensors import TensorLayout
 from relax_events.models.adapters import BASE_DIGEST
 from relax_events.objects import ObjectStore
 from relax_events.training.checkpoint.checkpoints import read_manifest, shard_references
 from relax_events.training.checkpoint.stored_state import StoredState
-from relax_events.weights.tensor_files import TensorLayout
 
 MODEL = "model."
 """Prefix of the weights' names in a checkpoint."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_events.errors import ObjectError, WeightsError
+from relax_events.errors import DamagedTensors, ObjectError
 from relax_events.events.parts import ObjectRef
+from relax_events.model_folder.tensors import RawTensor, StoredTensors
 from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.training.backend.state import StateShard, cut
-from relax_events.weights.tensor_files import TensorFiles
 
 Shape = tuple[int, ...]
 
@@ -74,18 +74,14 @@ class StoredState:
             ObjectError: A shard is missing or altered, or a tensor or a part of one is missing.
         """
         self.policy_version: int = manifest["policy_version"]
-        paths = []
+        tensors: dict[str, RawTensor] = {}
         for number, shard in enumerate(shards):
             path = download(store, shard, folder / f"checkpoint-{number:05d}.safetensors")
             try:
-                TensorFiles([path])
-            except WeightsError as error:
-                raise ObjectError(
-                    f"checkpoint shard {shard.uri} is not safetensors: {error}; restore from "
-                    "another checkpoint"
-                ) from error
-            paths.append(path)
-        self._files = TensorFiles(paths)
+                tensors |= StoredTensors.from_files([path]).raw
+            except DamagedTensors as error:
+                raise ObjectError(f"shard {shard.uri} can't be used: {error}") from error
+        self._files = StoredTensors(tensors)
         self._pieces: dict[str, list[StoredPiece]] = defaultdict(list)
         self._shapes: dict[str, Shape] = {}
         for entry in (entry for shard in manifest["shards"] for entry in shard.get("pieces", ())):

@@ -8,16 +8,13 @@ the last two dimensions exchanged, as Qwen3-VL publishes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from relax_events.errors import ConfigError
+from relax_events.model_folder.tensors import StoredTensors
 from relax_events.training.megatron.layout import Box
 
 THINKER = "thinker."
@@ -25,46 +22,23 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class FolderTensors:
-    """The tensors of a folder in Hugging Face layout; the files stay open until it is closed."""
+    """The tensors of a folder in Hugging Face layout, by their names in transformers."""
 
     def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Open the files.
+        """Map the files.
 
         Args:
             path: The folder.
             shapes: Of the model's parameters in transformers.
         Raises:
-            ConfigError: It holds no weights that can be read.
+            ConfigError: It holds no weights.
+            DamagedTensors: A file of the weights is damaged; the text names it.
         """
         self._path, self._shapes = path, shapes
-        self._files: dict[str, Any] = {}
-        self._opened = ExitStack()
-        for file in sorted(path.glob("*.safetensors")):
-            try:
-                opened = self._opened.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(
-                    f"{file} can't be read: {error}; use the model's folder as published"
-                ) from None
-            self._files |= dict.fromkeys(opened.keys(), opened)
-        if not self._files:
-            raise ConfigError(
-                f"{path} holds no *.safetensors file; use the model's folder as published"
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._opened.close()
+        self._stored = StoredTensors.from_folder(path)
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a rectangle of a tensor.
+        """Return a rectangle of a tensor, as a view of its file where it is stored whole.
 
         Raises:
             ConfigError: The folder lacks the tensor, or has it in another shape.
@@ -98,21 +72,19 @@ class FolderTensors:
         return torch.cat(parts)
 
     def _find(self, name: str) -> str | None:
-        return next((one for one in (name, THINKER + name) if one in self._files), None)
+        return next((one for one in (name, THINKER + name) if one in self._stored), None)
 
     def _slice(self, stored: str, box: Box, shape: tuple[int, ...] | None) -> Tensor:
         """Return a rectangle of a stored tensor, of the model's shape or its last two dimensions
         exchanged.
         """
-        part = self._files[stored].get_slice(stored)
-        found = tuple(part.get_shape())
-        if shape is None or found == shape:
-            rectangle: Tensor = part[tuple(slice(*ends) for ends in box)]
-            return rectangle
-        if len(shape) == 3 and found == (shape[0], shape[2], shape[1]):
-            exchanged: Tensor = part[tuple(slice(*box[axis]) for axis in (0, 2, 1))]
-            return exchanged.transpose(1, 2)
+        tensor = self._stored[stored]
+        if shape not in (None, tuple(tensor.shape)) and tensor.ndim == 3:
+            tensor = tensor.transpose(1, 2)
+        if shape in (None, tuple(tensor.shape)):
+            return tensor[tuple(slice(*ends) for ends in box)]
         raise ConfigError(
-            f"{stored} of {self._path} must be {list(shape)}, got {list(found)}; do config.json "
-            "and weights belong together?"
+            f"{stored} of {self._path} must be {list(shape or ())}, got "
+            f"{list(self._stored.raw[stored].layout.shape)}; do config.json and weights belong "
+            "together?"
         )

@@ -149,15 +149,15 @@ class ModelStage:
             ConfigError: The folder lacks a tensor, or has it in another shape.
         """
         parameters = dict(self.module.named_parameters())
-        with FolderTensors(path, full_shapes(self.sizes)) as tensors:
-            for shard in shards:
-                parameter = parameters[shard.name]
-                parameter.zero_()  # the rows of the padded vocabulary, and what is new
-                for piece in () if shard.is_new else shard.pieces:
-                    values = tensors.read(piece.name, piece.source)
-                    cut(parameter, piece.target).copy_(
-                        values[0] if len(piece.source) > len(piece.target) else values
-                    )
+        tensors = FolderTensors(path, full_shapes(self.sizes))
+        for shard in shards:
+            parameter = parameters[shard.name]
+            parameter.zero_()  # the rows of the padded vocabulary, and what is new
+            for piece in () if shard.is_new else shard.pieces:
+                values = tensors.read(piece.name, piece.source)
+                cut(parameter, piece.target).copy_(
+                    values[0] if len(piece.source) > len(piece.target) else values
+                )
 
     def add_adapters(self, lora: LoRAConfig, topology: Topology, at: Coordinates) -> list[Shard]:
         """Add the adapters of `model.lora` without values, freeze the rest, and return this rank's

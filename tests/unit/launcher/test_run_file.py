@@ -122,6 +122,3 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"has no \*.safetensors"):
         read_model_facts(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ConfigError, match="is no safetensors file"):
-        read_model_facts(tmp_path)

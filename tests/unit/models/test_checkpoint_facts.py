@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from relax_events.config.engine import TinyModelConfig
 from relax_events.errors import ConfigError
+from relax_events.model_folder.tensors import TensorLayout, render_header
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
 from relax_events.planning.inventory import CheckpointFacts
 
@@ -40,21 +40,21 @@ QWEN3_30B = QWEN3_4B | {
 
 
 def folder_of(
-    path: Path, config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]] | None = None
+    path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, tuple[str, tuple[int, ...]]] | None = None,
 ) -> Path:
     (path / "config.json").write_bytes(orjson.dumps(config))
     if tensors is not None:
-        header = {"__metadata__": {"format": "pt"}} | {
-            name: {"dtype": kind, "shape": shape} for name, (kind, shape) in tensors.items()
-        }
-        text = orjson.dumps(header)
-        (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+        layouts = {name: TensorLayout(dtype, shape) for name, (dtype, shape) in tensors.items()}
+        num_bytes = sum(layout.num_bytes for layout in layouts.values())
+        (path / "model.safetensors").write_bytes(render_header(layouts) + bytes(num_bytes))
     return path
 
 
 def test_facts_of_a_dense_model_are_read(tmp_path: Path) -> None:
     facts = read_facts(
-        folder_of(tmp_path, QWEN3_4B, {"a": ("BF16", [100, 10]), "b": ("BF16", [24])})
+        folder_of(tmp_path, QWEN3_4B, {"a": ("bfloat16", (100, 10)), "b": ("bfloat16", (24,))})
     )
     assert facts == CheckpointFacts("bfloat16", 1024, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
 
@@ -76,20 +76,28 @@ def test_facts_use_the_nested_thinker_language_model(tmp_path: Path) -> None:
         "thinker_config": {"text_config": QWEN3_30B | {"torch_dtype": None}, "dtype": "float32"}
     }
     facts = read_facts(
-        folder_of(tmp_path, config, {"thinker.a": ("F32", [8]), "talker.a": ("F32", [800])})
+        folder_of(
+            tmp_path, config, {"thinker.a": ("float32", (8,)), "talker.a": ("float32", (800,))}
+        )
     )
     assert (facts.dtype, facts.num_parameters, facts.hidden_size) == ("float32", 8, 2048)
 
 
 @pytest.mark.parametrize(
     ("named", "kind", "dtype"),
-    [("float32", "F32", "float32"), (None, "BF16", "bfloat16"), ("float16", "F16", "bfloat16")],
+    [
+        ("float32", "float32", "float32"),
+        (None, "bfloat16", "bfloat16"),
+        ("float16", "float16", "bfloat16"),
+    ],
 )
 def test_dtype_comes_from_the_config_or_else_from_the_weight_files(
     tmp_path: Path, named: str | None, kind: str, dtype: str
 ) -> None:
     assert (
-        read_facts(folder_of(tmp_path, QWEN3_4B | {"torch_dtype": named}, {"a": (kind, [2])})).dtype
+        read_facts(
+            folder_of(tmp_path, QWEN3_4B | {"torch_dtype": named}, {"a": (kind, (2,))})
+        ).dtype
         == dtype
     )
 
@@ -99,13 +107,6 @@ def test_incomplete_model_config_is_rejected(tmp_path: Path) -> None:
         ConfigError, match=r"config.json does not describe the model: 'hidden_size'"
     ):
         read_facts(folder_of(tmp_path, {"model_type": "qwen3"}))
-
-
-def test_file_that_is_no_safetensors_is_named(tmp_path: Path) -> None:
-    folder_of(tmp_path, QWEN3_4B)
-    (tmp_path / "model.safetensors").write_bytes(b"short")
-    with pytest.raises(ConfigError, match=r"model.safetensors is not a safetensors file"):
-        read_facts(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from relax_events.errors import WeightsError
+from relax_events.model_folder.tensors import TensorLayout
 from relax_events.models.parameters import ModelParameters
 from relax_events.ops.model_export.layout import (
     ExportedTensor,
@@ -17,7 +18,6 @@ from relax_events.ops.model_export.layout import (
     plan_tensors,
     split_into_shards,
 )
-from relax_events.weights.tensor_files import TensorLayout
 
 BASE: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (10, 4),

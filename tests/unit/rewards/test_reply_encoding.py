@@ -51,7 +51,9 @@ def test_replies_to_one_turn_are_bounded_together() -> None:
     with pytest.raises(PoisonSample, match=r"as JSON; it must be at most environment"):
         encode_replies(["a" * 50] * 4, max_item_bytes=10, max_reply_bytes=200)
     with pytest.raises(PoisonSample, match="66 media files"):
-        encode_replies([Reply("", {"image": [b"x"] * 33})] * 2, max_item_bytes=10, max_reply_bytes=200)
+        encode_replies(
+            [Reply("", {"image": [b"x"] * 33})] * 2, max_item_bytes=10, max_reply_bytes=200
+        )
     with pytest.raises(PoisonSample, match="returned int"):
         encode_replies([5], max_item_bytes=10, max_reply_bytes=200)
 

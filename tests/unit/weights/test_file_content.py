@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load
 
-from relax_events.errors import ObjectError, WeightsError
+from relax_events.errors import ObjectError
 from relax_events.events.parts import ObjectRef
+from relax_events.model_folder.tensors import split_file
 from relax_events.objects import ObjectStore
 from relax_events.weights.artifact_reader import read_weights
 from relax_events.weights.artifact_writer import write_files
 from relax_events.weights.file_content import FileContent, all_tensors, lay_out
-from relax_events.weights.file_header import split_file
 from relax_events.weights.reused_memory import ReusedMemory
 from relax_events.weights.transport import StorePublisher
 
@@ -35,10 +34,8 @@ def test_file_is_a_safetensors_file() -> None:
     for name, tensor in TENSORS.items():
         assert torch.equal(loaded[name], tensor)
         assert torch.equal(file.tensors[name], tensor)
-    split = split_file(file.content)
-    assert {name: (raw.dtype, raw.shape) for name, raw in split.items()} == {
-        name: (layout.dtype, layout.shape) for name, layout in file.layouts.items()
-    }
+    split = split_file(file.content, "f")
+    assert {name: raw.layout for name, raw in split.items()} == file.layouts
 
 
 def test_file_does_not_change_with_its_tensors() -> None:
@@ -80,31 +77,6 @@ def test_buffer_of_an_object_is_refused_when_the_object_has_another_size(tmp_pat
         store.get_buffer(ObjectRef(reference.uri, bytes(32), 5))
     with pytest.raises(ObjectError, match="there is no such object"):
         store.get_buffer(ObjectRef(store.uri("b"), b"", 5))
-
-
-def header(**tensor: object) -> memoryview:
-    fields = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | tensor
-    text = json.dumps({"w": fields}).encode()
-    return memoryview(bytearray(len(text).to_bytes(8, "little") + text + bytes(8)))
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (memoryview(bytearray(b"")), "JSONDecodeError"),
-        (memoryview(bytearray(b"\xff" * 16)), "header of a safetensors file can't be read"),
-        (header(data_offsets=[0, 16]), "w lies at bytes 0 to 16 of 8, and must have 8"),
-        (header(data_offsets=[4, 8]), "w lies at bytes 4 to 8 of 8, and must have 8"),
-        (header(data_offsets=[-8, 0]), r"w has the shape \(2,\) at bytes -8 to 0"),
-        (header(shape=[2.0]), r"w has the shape \(2\.0,\)"),
-        (header(shape=[10**30]), "must have 4000"),
-        (header(dtype="F128"), "KeyError: 'F128'"),
-    ],
-)
-def test_split_file_explains_a_broken_header(content: memoryview, text: str) -> None:
-    with pytest.raises(WeightsError, match=text):
-        split_file(content)
-    assert split_file(header())["w"].shape == (2,)
 
 
 def version_parts(value: float) -> list[dict[str, torch.Tensor]]:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from relax_events.errors import WeightsError
 from relax_events.events.types import PolicyVersionPublished
+from relax_events.model_folder.tensors import StoredTensors
 from relax_events.objects import ObjectStore
-from relax_events.weights.artifact_reader import CachedWeights, RawTensors, read_weights
+from relax_events.weights.artifact_reader import CachedWeights, read_weights
 from relax_events.weights.artifact_writer import (
     WrittenWeights,
     delete_weights,
@@ -122,7 +123,7 @@ def test_weight_deltas_round_trip_any_bit_pattern(
         store, new, policy_version=1, previous=WrittenWeights(Base(base, digest), old)
     )
     first = read_weights(store, base)
-    assert isinstance(first.tensors, RawTensors)
+    assert isinstance(first.tensors, StoredTensors)
     for weights in (
         read_weights(store, reference),
         read_weights(store, reference, cached=CachedWeights(first.digest, first.tensors)),
