@@ -1,4 +1,6 @@
-"""Every file and every name in `docs/architecture.md` exists."""
+"""Every file and every name in `docs/architecture.md` exists, and a concept that has one home is built
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +49,47 @@ def test_architecture_pages_mention_source_files() -> None:
 def test_mentioned_file_exists_and_defines_the_mentioned_name(path: str, name: str) -> None:
     assert (ROOT / path).exists()
     assert not name or defines(ROOT / path, name)
+
+
+TENSOR_FORMAT = {"data_offsets", "__metadata__", "weight_map", "*.safetensors"}
+"""Texts that only who reads or renders a safetensors header or an index needs, or who decides which
+files of a folder hold its weights."""
+
+
+def reads_tensor_files(tree: ast.AST) -> bool:
+    """Return whether code reads safetensors files itself or by their library."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in TENSOR_FORMAT:
+            return True
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            modules = [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            if any(module.partition(".")[0] == "safetensors" for module in modules):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import safetensors.torch",
+        "from safetensors import safe_open",
+        "json.loads(file.read(length)).pop('__metadata__')",
+        "begin, end = entry['data_offsets']",
+        "read_model_json(path)['weight_map']",
+        "folder.glob('*.safetensors')",
+    ],
+)
+def test_reader_of_tensor_files_is_noticed(code: str) -> None:
+    assert reads_tensor_files(ast.parse(code))
+
+
+def test_one_module_reads_tensor_files() -> None:
+    readers = [
+        str(path.relative_to(ROOT))
+        for folder in ("relax_events", "workers", "compose", "deploy")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if reads_tensor_files(ast.parse(path.read_text()))
+    ]
+    assert readers == ["relax_events/model_folder/tensors.py"]
