@@ -84,11 +84,7 @@ COMMANDS = {
     ),
     "rewards": (
         "relax_events.cli.rewards:app",
-        ("List, inspect and try reward functions: list, show, score, compare."),
-    ),
-    "rescore": (
-        "relax_events.cli.rescore:rescore",
-        "Run another reward function over a run's samples and compare.",
+        "Try and compare reward functions: list, show, score, compare, rescore.",
     ),
     "deadletter": (
         "relax_events.cli.deadletter:app",

@@ -2,75 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_events.cli.output import print_json, print_pairs, print_table
 from relax_events.cli.parameters import Output
-from relax_events.cli.run_reader import excerpt
+from relax_events.cli.run_reader import excerpt, format_number
 from relax_events.printable import printable
 
 if TYPE_CHECKING:
-    from relax_events.rewards.comparison import Differences
+    from relax_events.rewards.comparison import Comparison
     from relax_events.rewards.registry import RewardDescription
     from relax_events.rewards.trial import ScoredCompletion
 
 
-def print_description(found: RewardDescription) -> None:
+def print_description(reward: RewardDescription) -> None:
     """Print what a reward gives, the metadata that it reads, its options and its source."""
-    print(f"{found.name}: scores {found.scores}\n\n{found.text}")
-    if found.failures:
+    print(f"{reward.name}: scores {reward.scores}\n\n{reward.text}")
+    if reward.failures:
         print("\nFailures")
-        print("\n".join(found.failures))
-    if found.metadata:
+        print("\n".join(reward.failures))
+    if reward.metadata:
         print("\nMetadata that it reads")
-        print_table(["key", "what"], [list(pair) for pair in found.metadata.items()])
-    if found.options:
+        print_table(["key", "what"], [list(pair) for pair in reward.metadata.items()])
+    if reward.options:
         print("\nOptions, for [reward.options]")
         rows = [
             [option.name, option.kind, "required" if option.is_required else repr(option.default)]
-            for option in found.options
+            for option in reward.options
         ]
         print_table(["option", "type", "default"], rows)
-    if found.source:
-        print(f"\nSource: {found.source}")
+    if reward.source:
+        print(f"\nSource: {reward.source}")
 
 
-def show_differences(found: Differences, output: Output) -> None:
-    """Print the counts, and each example with what both functions have read from it."""
+def print_comparison(
+    result: Comparison, output: Output, facts: Mapping[str, str] | None = None
+) -> None:
+    """Print counts and metrics, and each example with what both scorers have read from it.
+
+    Args:
+        result: The comparison.
+        output: For people or for programs.
+        facts: Printed before it.
+    """
     if output == "json":
-        print_json(asdict(found))
+        print_json({**(facts or {}), **asdict(result)})
         return
-    counts = found.counts
-    rule = "" if found.threshold is None else f", by the side of {found.threshold:g}"
-    print_pairs(
-        {
-            "first": found.first,
-            "second": found.second,
-            "samples": counts.num_samples,
-            "agree": counts.num_agree,
-            "differ": (
-                f"{counts.num_differ}{rule}; first higher {counts.num_first_higher}, second "
-                f"higher {counts.num_second_higher}"
+    rule = "" if result.threshold is None else f", by the side of {result.threshold:g}"
+    lines: dict[str, Any] = {
+        **(facts or {}),
+        "first": result.first,
+        "second": result.second,
+        "samples": f"{result.num_samples}, {result.num_compared} of them compared",
+        "agree": result.num_agree,
+        "differ": (
+            f"{result.num_differ}{rule}; first higher {result.num_first_higher}, second "
+            f"higher {result.num_second_higher}"
+        ),
+        "failed": (
+            f"{result.num_first_failed} of the first, {result.num_second_failed} of the "
+            f"second, {result.num_both_failed} of both"
+        ),
+        "mean reward": (
+            f"{format_number(result.first_mean)} first, {format_number(result.second_mean)} second"
+        ),
+        "mean absolute difference": format_number(result.mean_absolute_difference),
+        "correlation": (
+            f"{format_number(result.pearson)} Pearson, {format_number(result.spearman)} Spearman"
+        ),
+    }
+    if result.num_prompt_groups:
+        lines |= {
+            "prompt groups": (
+                f"{result.num_prompt_groups}, {result.num_reranked} of them ranked otherwise"
             ),
-            "failed": (
-                f"{counts.num_first_failed} of the first, {counts.num_second_failed} of the "
-                f"second, {counts.num_both_failed} of both"
-            ),
+            "became informative": result.num_became_informative,
+            "became uninformative": result.num_became_uninformative,
         }
-    )
-    for example in found.examples:
+    print_pairs(lines)
+    for example in result.examples:
         print(f"\nsample {excerpt(example.sample_id, 200)}")
         print_pairs(
             {
                 "reference": excerpt(example.answer, 200),
                 "completion ends": excerpt(example.completion_end[-120:], 200),
-            },
-            indent=2,
-        )
-        print_pairs(
-            {
                 "first": printable(_format_score(example.first)),
                 "second": printable(_format_score(example.second)),
             },
@@ -91,7 +108,7 @@ def _format_score(one: ScoredCompletion) -> str:
     return ": ".join(part for part in parts if part)
 
 
-def print_tried(one: ScoredCompletion) -> None:
+def print_scored(one: ScoredCompletion) -> None:
     """Print the result of one completion."""
     fields = {
         "reward": one.reward,
@@ -104,7 +121,7 @@ def print_tried(one: ScoredCompletion) -> None:
     print_pairs({key: value for key, value in fields.items() if value is not None})
 
 
-def print_all_tried(tried: Sequence[ScoredCompletion]) -> None:
+def print_all_scored(scored: Sequence[ScoredCompletion]) -> None:
     """Print a line for each completion."""
     rows = [
         [
@@ -114,6 +131,6 @@ def print_all_tried(tried: Sequence[ScoredCompletion]) -> None:
             one.location or "",
             excerpt(one.error or one.why or "", 80),
         ]
-        for one in tried
+        for one in scored
     ]
     print_table(["line", "reward", "answer", "found", "why"], rows)

@@ -1,11 +1,12 @@
-"""`relax rewards`: list, try and compare reward functions."""
+"""`relax rewards`: list reward functions, try them on texts, and compare their scores."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,20 @@ from relax_events.cli.parameters import (
     DEFAULT_BROKER,
     BrokerOptions,
     Output,
+    Overrides,
     RewardName,
     RewardOptions,
+    RunFile,
     Versions,
 )
 
 if TYPE_CHECKING:
     from relax_events.config import RewardConfig, RunConfig
-    from relax_events.history.run_log import RunLog
-    from relax_events.rewards.comparison import DifferenceCounts, Differences
-    from relax_events.rewards.pool import RewardItem
+    from relax_events.rewards.comparison import Comparison
 
 LINE_SECONDS = 5.0
 CHECK_FOUND = 6
+NUM_EXAMPLES = 10
 app = App(
     name="rewards",
     help=(
@@ -65,17 +67,15 @@ def show(name: RewardName, *, output: Output = "table") -> None:
 
     This loads the file of a reward of your own.
     """
-    from dataclasses import asdict
-
     from relax_events.cli.output import print_json
     from relax_events.cli.reward_rendering import print_description
     from relax_events.rewards.registry import describe_reward
 
-    found = describe_reward(name)
+    reward = describe_reward(name)
     if output == "json":
-        print_json(asdict(found))
+        print_json(asdict(reward))
     else:
-        print_description(found)
+        print_description(reward)
 
 
 @app.command
@@ -104,19 +104,17 @@ def score(
         metadata: Of the sample, a JSON object.
         jsonl: Instead of these a file with an object a line: completion, answer, prompt, metadata.
     """
-    import sys
-    from dataclasses import asdict
-
     from relax_events.cli.output import print_json
-    from relax_events.cli.reward_rendering import print_all_tried, print_tried
+    from relax_events.cli.reward_rendering import print_all_scored, print_scored
     from relax_events.config import RewardConfig
     from relax_events.errors import ConfigError
     from relax_events.rewards.pool import RewardItem
     from relax_events.rewards.trial import (
+        FunctionScorer,
         parse_metadata,
         read_items,
         replace_function,
-        try_reward,
+        split_into_batches,
     )
 
     if (completion is None) == (jsonl is None):
@@ -126,14 +124,19 @@ def score(
     else:
         text = sys.stdin.read() if completion == "-" else completion or ""
         items = [RewardItem("1", text, answer, parse_metadata(metadata, "--metadata"), prompt)]
-    tried = try_reward(replace_function(RewardConfig(), name, option or []), items)
+    with FunctionScorer(replace_function(RewardConfig(), name, option or [])) as scorer:
+        scored = [
+            scorer.describe(one.item, result)
+            for batch in split_into_batches(items)
+            for one, result in zip(batch, scorer.score(batch), strict=True)
+        ]
     if output == "json":
-        print_json([asdict(one) for one in tried])
+        print_json([asdict(one) for one in scored])
     elif jsonl is None:
-        print_tried(tried[0])
+        print_scored(scored[0])
     else:
-        print_all_tried(tried)
-    return CHECK_FOUND if any(one.error is not None for one in tried) else 0
+        print_all_scored(scored)
+    return CHECK_FOUND if any(one.error is not None for one in scored) else 0
 
 
 @app.command
@@ -157,8 +160,9 @@ def compare(
 
     Example: relax rewards compare math gsm8k --run quickstart
 
-    Nothing is written; `relax rescore` keeps scores. The limits of `[reward]` are those of the run
-    file, where the run is named by its id the defaults; the run's own function has its options.
+    Nothing is written; `relax rewards rescore` keeps scores. The limits of `[reward]` are those of
+    the run file, where the run is named by its id the defaults; the run's own function has its
+    options.
 
     Args:
         run: Id of the run, or its run file.
@@ -167,110 +171,140 @@ def compare(
         second_option: A setting of the second function.
         threshold: Rewards from here on count as good, and only good and bad differ; without it the
             rewards themselves are compared.
-        limit: So many examples, evenly selected from all.
+        limit: So many examples, those that differ most.
         trust_source: Don't ask about what the options of the run's own function name, where only
             the run's log says them.
     """
-    from relax_events.cli.reward_rendering import show_differences
+    from relax_events.cli.reward_rendering import print_comparison
+    from relax_events.cli.run_reader import note_unreadable
+    from relax_events.config import RewardConfig
     from relax_events.errors import ConfigError
+    from relax_events.history.run_log import RunLog
+    from relax_events.history.samples.filter import parse_bounds
+    from relax_events.ops.rescoring import read_completions
+    from relax_events.rewards.comparison import compare_scores
+    from relax_events.rewards.trial import (
+        FunctionScorer,
+        read_items,
+        replace_function,
+        split_into_batches,
+    )
 
     if bool(run) == (jsonl is not None):
         raise ConfigError("give either --run or --jsonl")
     if limit < 0:
         raise ConfigError(f"--limit must be >= 0, got {limit}")
-    pair = _RewardPair(
-        first,
-        second,
-        first_option or [],
-        second_option or [],
-        threshold=threshold,
-        num_examples=limit,
-    )
-    if jsonl is None:
-        found = _compare_run(pair, run, broker, version=version, trusts=trust_source)
-    elif version:
+    if version and jsonl is not None:
         raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
-    else:
-        found = _compare_file(pair, jsonl)
-    show_differences(found, output)
-
-
-@dataclass(frozen=True, slots=True)
-class _RewardPair:
-    """Two reward functions with their options, and how they are compared."""
-
-    first: str
-    second: str
-    first_options: Sequence[str]
-    second_options: Sequence[str]
-    threshold: float | None
-    num_examples: int
-
-    def compare(self, limits: RewardConfig, items: Iterable[RewardItem]) -> Differences:
-        """Score completions by both functions.
-
-        Args:
-            limits: The reward section that holds the limits.
-            items: The completions.
-        """
-        from relax_events.rewards.comparison import compare_rewards
-        from relax_events.rewards.trial import replace_function
-
-        return compare_rewards(
-            replace_function(limits, self.first, self.first_options),
-            replace_function(limits, self.second, self.second_options),
-            items,
-            threshold=self.threshold,
-            limit=self.num_examples,
-            report=CountLines(),
+    versions = parse_bounds(version, flag="--version")
+    with ExitStack() as stack:
+        limits = RewardConfig()
+        if not jsonl:
+            settings = stack.enter_context(broker.open_run(run, name="rewards"))
+            log = stack.enter_context(RunLog(settings, name="rewards"))
+            stack.callback(note_unreadable, log)
+            limits = _find_section(log.config, run, (first, second), broker, trusts=trust_source)
+        scorers = [
+            stack.enter_context(FunctionScorer(replace_function(limits, name, options or [])))
+            for name, options in ((first, first_option), (second, second_option))
+        ]
+        comparison = compare_scores(
+            split_into_batches(read_items(jsonl))
+            if jsonl
+            else read_completions(log, versions, scorers),
+            *scorers,
+            threshold=threshold,
+            num_examples=limit,
+            report=report_progress(),
         )
+    print_comparison(comparison, output)
 
 
-def _compare_file(pair: _RewardPair, jsonl: Path) -> Differences:
-    """Compare both functions on the completions of a file."""
-    from relax_events.config import RewardConfig
-    from relax_events.rewards.trial import read_items
+@app.command
+def rescore(
+    config: RunFile,
+    *overrides: Overrides,
+    reward: str,
+    option: RewardOptions = None,
+    name: str | None = None,
+    version: Versions = "",
+    workers: int | None = None,
+    threshold: float | None = None,
+    fail_below: float | None = None,
+    output: Output = "table",
+) -> int:
+    """Score the samples of a run by another reward function, keep its scores on a topic of their
+    own, and compare them with the recorded ones.
 
-    return pair.compare(RewardConfig(), read_items(jsonl))
+    Example: relax rewards rescore configs/quickstart.toml --reward exact_match --name strict
 
+    A second call continues where the first stopped. The limits of `[reward]` hold here too; its
+    options, weights and routes are those of the run's own function, and hold for that one only.
 
-def _compare_run(
-    pair: _RewardPair, run: str, broker: BrokerOptions, *, version: str, trusts: bool
-) -> Differences:
-    """Compare both functions on the samples of a run."""
-    from relax_events.cli.run_reader import note_unreadable
+    Args:
+        reward: A name that `relax rewards list` knows, or path/to/file.py:function.
+        name: Of the scores, for their topic `reward.scores.NAME`; by default after the function.
+        workers: Child processes that run the function; by default `reward.processes`.
+        threshold: Rewards from here on count as good, and only good and bad differ; without it the
+            rewards themselves are compared.
+        fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
+    """
+    from relax_events.cli.reward_rendering import print_comparison
+    from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.samples.filter import parse_bounds
-    from relax_events.history.samples.reader import read_generated_samples
-    from relax_events.rewards.scoring import build_reward_item
+    from relax_events.objects import ObjectStore
+    from relax_events.ops.rescoring import (
+        RecordedScores,
+        default_scores_name,
+        open_kept_scores,
+        read_completions,
+    )
+    from relax_events.rewards.comparison import compare_scores
+    from relax_events.rewards.trial import FunctionScorer, replace_function
 
     versions = parse_bounds(version, flag="--version")
-    with _open_log(run, broker) as log:
-        section = _find_section(log.config, run, pair, broker, trusts=trusts)
-        items = (build_reward_item(sample) for sample in read_generated_samples(log, versions))
-        found = pair.compare(section, items)
+    scores_name = name or default_scores_name(reward)
+    with open_run_log(config, overrides, name="rewards") as log:
+        section = replace_function(_find_limits(log.config), reward, option or [], workers=workers)
+        store = ObjectStore.open(log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases)
+        with (
+            FunctionScorer(section, store) as function,
+            open_kept_scores(log, function, scores_name) as kept,
+        ):
+            comparison = compare_scores(
+                read_completions(log, versions, [function]),
+                RecordedScores(log, versions),
+                kept,
+                threshold=threshold,
+                num_examples=NUM_EXAMPLES,
+                report=report_progress(),
+            )
         note_unreadable(log)
-    return found
+        topic = log.plan.topic(log.plan.scores_entity(scores_name))
+    counts = f"{kept.num_scored} samples scored, {kept.num_failed} of them failed"
+    print(f"{counts}, {kept.num_scored_before} were scored before", file=sys.stderr)
+    print_comparison(comparison, output, {"topic": topic})
+    pearson = comparison.pearson
+    is_low = fail_below is not None and (pearson is None or pearson < fail_below)
+    return CHECK_FOUND if is_low else 0
 
 
-@contextmanager
-def _open_log(run: str, broker: BrokerOptions) -> Iterator[RunLog]:
-    """Open the log of a run that is named by its run file or by its id."""
-    from relax_events.cli.run_reader import is_run_file, open_run_log
-    from relax_events.history.run_log import RunLog
-
-    if is_run_file(run):
-        with open_run_log(Path(run), (), name="rewards") as log:
-            yield log
-        return
-    with (
-        broker.open_run(run, name="rewards") as settings,
-        RunLog(settings, name="rewards") as log,
-    ):
-        yield log
+def _find_limits(config: RunConfig) -> RewardConfig:
+    """Return the run's reward section; without its own function for a replay, whose run file
+    repeats the settings of its parent.
+    """
+    if config.is_replay:
+        return config.reward.model_copy(update={"function": "", "environment": ()})
+    return config.reward
 
 
 def _find_section(
-    settings: RunConfig, run: str, pair: _RewardPair, broker: BrokerOptions, *, trusts: bool
+    settings: RunConfig,
+    run: str,
+    functions: tuple[str, str],
+    broker: BrokerOptions,
+    *,
+    trusts: bool,
 ) -> RewardConfig:
     """Return the reward section to use: of the caller's run file, or of the log where one of the
     functions is the run's own and the user accepts it.
@@ -286,12 +320,9 @@ def _find_section(
     from relax_events.config import RewardConfig, load_run_config
     from relax_events.history.runs.inherited_code import read_own_run_files, require_trusted_reward
 
-    if is_run_file(run) and not settings.is_replay:
-        return settings.reward
-    if is_run_file(run) or settings.reward.function not in (
-        pair.first,
-        pair.second,
-    ):  # the run file of a replay repeats the settings of its parent
+    if is_run_file(run):
+        return _find_limits(settings)
+    if settings.reward.function not in functions:
         return RewardConfig()
     named = load_run_config(broker.config) if broker.config is not None else None
     return require_trusted_reward(
@@ -301,19 +332,15 @@ def _find_section(
     )
 
 
-class CountLines:
-    """Writes a line to stderr now and then."""
+def report_progress() -> Callable[[Comparison], None]:
+    """Return a function that writes counts to stderr every few seconds."""
+    shown_at = time.monotonic()
 
-    def __init__(self) -> None:
-        self._shown_at = time.monotonic()
+    def report(counts: Comparison) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= LINE_SECONDS:
+            shown_at = time.monotonic()
+            text = f"{counts.num_samples} samples compared, {counts.num_differ} differ"
+            print(text, file=sys.stderr)
 
-    def __call__(self, counts: DifferenceCounts) -> None:
-        """Write a line if the last one is some seconds old."""
-        import sys
-
-        if time.monotonic() - self._shown_at >= LINE_SECONDS:
-            self._shown_at = time.monotonic()
-            print(
-                f"{counts.num_samples} samples compared, {counts.num_differ} differ",
-                file=sys.stderr,
-            )
+    return report

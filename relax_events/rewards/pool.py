@@ -178,11 +178,14 @@ class RewardPool:
         return [results[index] for index in range(len(items))]
 
     def explain(self, item: RewardItem) -> Explanation | None:
-        """Explain the reward of a completion; None if the function explains none.
+        """Explain the reward of a completion; None if the function explains none, or sources have
+        functions of their own.
 
         Raises:
             RewardError: The explanation fails, or is late.
         """
+        if self._config.routes:
+            return None
         call = Call((0,), _build_head([item], ()) | {EXPLAINS: True})
         pool = self._pools[self._find_profile(call)]
         try:

@@ -1,12 +1,11 @@
-"""Score completions outside of a run, and explain the rewards."""
+"""Scores completions outside of a run, and explains the rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 import orjson
 from pydantic import ValidationError
@@ -15,13 +14,14 @@ from relax_events.config import RewardConfig
 from relax_events.config.addresses import refuse_secret_values
 from relax_events.config.loading import read_value
 from relax_events.errors import ConfigError, RewardError
+from relax_events.events.types import UNREAD_BY_REWARDS, SampleRolledOut
+from relax_events.objects import ObjectStore, check_out
 from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.rewards.registry import (
-    find_function,
-    takes_prompt_group,
-)
 from relax_events.rewards.scores import Score
+from relax_events.rewards.scoring import build_reward_item
 
+BATCH_ITEMS = 256
+Result = Score | RewardError
 JSONL_KEYS = ("completion", "answer", "prompt", "metadata")
 
 
@@ -40,60 +40,83 @@ class ScoredCompletion:
     why: str | None = None
 
 
-class RewardTrial(AbstractContextManager["RewardTrial"]):
-    """Scores completions one by one in child processes with a run's limits, and explains the
-    rewards.
-    """
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion to score, and its sample if it comes from a log."""
 
-    def __init__(self, settings: RewardConfig) -> None:
-        """Load the function.
-
-        Raises:
-            ConfigError: The function scores prompt groups, can't be loaded, or rejects the options.
-        """
-        self._settings = settings
-        functions = {
-            name: find_function(name)[0]
-            for name in (settings.function, *(route.function for route in settings.routes.values()))
-        }
-        for name, function in functions.items():
-            if takes_prompt_group(function):
-                raise ConfigError(
-                    f"{name} scores prompt groups, and this command scores completions one "
-                    "by one; use relax rescore"
-                )
-        self._pool = RewardPool(settings)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pool.close()
+    item: RewardItem
+    sample: SampleRolledOut | None = None
 
     @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self._pool.name
+    def group_size(self) -> int:
+        """Number of samples of its prompt group; 0 without one."""
+        return 0 if self.sample is None else self.sample.key.samples_per_prompt
 
-    def score(self, items: Sequence[RewardItem]) -> list[Score | RewardError]:
-        """Score completions as a run would."""
-        return self._pool.score_batch(items)
 
-    def explain(self, item: RewardItem, result: Score | RewardError) -> ScoredCompletion:
-        """Return the score of a completion with its explanation; sections with routes have no
-        explanation.
+class FunctionScorer(RewardPool):
+    """Scores completions by a reward function in child processes, with a run's limits, and explains
+    the rewards.
+    """
+
+    def __init__(self, settings: RewardConfig, store: ObjectStore | None = None) -> None:
+        """Load the function.
+
+        Args:
+            settings: The function with its limits.
+            store: Where samples' stored arrays are; without it functions get none of those.
+        Raises:
+            ConfigError: The function can't be loaded.
         """
-        if not isinstance(result, Score):
-            return ScoredCompletion(item.sample_id, None, {}, error=str(result))
-        verdict: tuple[str | None, str | None, str | None] = (None, None, None)
+        super().__init__(settings)
+        self._store = store
+
+    def score(self, batch: Sequence[Completion]) -> Sequence[Result]:
+        """Score completions as a run would.
+
+        Raises:
+            ConfigError: The function scores prompt groups, and these are texts.
+        """
+        if self.takes_prompt_group and any(one.sample is None for one in batch):
+            raise ConfigError(
+                f"{self.name} scores prompt groups, which texts are not; use relax rewards compare "
+                "--run or relax rewards rescore"
+            )
+        return self.score_batch([self.fetch(completion).item for completion in batch])
+
+    def fetch(self, completion: Completion) -> Completion:
+        """Return a completion with its sample's stored arrays, if the function takes any."""
+        if self._store is None or completion.sample is None or not self.optional_arguments:
+            return completion
+        sample = check_out(completion.sample, self._store, leave=UNREAD_BY_REWARDS)
+        return Completion(build_reward_item(sample), sample)
+
+    def describe(self, item: RewardItem, result: Result) -> ScoredCompletion:
+        """Return a result with its explanation, if the function gives one."""
+        scored = describe_result(item, result)
+        if scored.reward is None:
+            return scored
         try:
-            if not self._settings.routes and (said := self._pool.explain(item)):
-                verdict = said.answer, said.location, said.why
+            explanation = self.explain(item)
         except RewardError as error:
-            verdict = None, None, str(error)
-        return ScoredCompletion(item.sample_id, result.reward, result.components, None, *verdict)
+            return replace(scored, why=str(error))
+        if explanation is None:
+            return scored
+        answer, location, why = explanation.answer, explanation.location, explanation.why
+        return replace(scored, answer=answer, location=location, why=why)
+
+
+def describe_result(item: RewardItem, result: Result) -> ScoredCompletion:
+    """Return a result without an explanation."""
+    if isinstance(result, Score):
+        return ScoredCompletion(item.sample_id, result.reward, result.components)
+    return ScoredCompletion(item.sample_id, None, {}, error=str(result))
+
+
+def split_into_batches(items: Iterable[RewardItem]) -> Iterator[list[Completion]]:
+    """Yield texts in lists of bounded length."""
+    waiting = map(Completion, items)
+    while batch := list(islice(waiting, BATCH_ITEMS)):
+        yield batch
 
 
 def replace_function(
@@ -131,15 +154,6 @@ def replace_function(
         raise ConfigError(
             f"reward: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
         ) from None
-
-
-def try_reward(settings: RewardConfig, items: Sequence[RewardItem]) -> list[ScoredCompletion]:
-    """Score completions as a run would, and explain the rewards; raises as `RewardTrial`."""
-    with RewardTrial(settings) as trial:
-        return [
-            trial.explain(item, result)
-            for item, result in zip(items, trial.score(items), strict=True)
-        ]
 
 
 def read_items(file: Path) -> Iterator[RewardItem]:

@@ -152,6 +152,7 @@ def test_replay_learns_from_the_scores_of_a_rescoring(
         + "\ndef inverse(completion, **given):\n    return 1 - spread(completion, **given)\n"
     )
     rescored = relax(
+        "rewards",
         "rescore",
         finished_run.run_file,
         "--reward",

@@ -149,7 +149,7 @@ def test_comparing_rewards_uses_no_untrusted_settings_from_the_log(
         "output": "json",
     }
     rewards.compare("exact_match", "f1", **given)
-    assert orjson.loads(capsys.readouterr().out)["counts"]["num_samples"] == 0
+    assert orjson.loads(capsys.readouterr().out)["num_samples"] == 0
     with pytest.raises(UntrustedSettingsError) as refused:
         rewards.compare("exact_match", "genrm", **given)
     assert {named.key for named in refused.value.named} == {

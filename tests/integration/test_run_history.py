@@ -34,9 +34,15 @@ from relax_events.history.samples.reader import (
     read_lines,
     read_samples,
 )
-from relax_events.history.samples.rescoring import RescoringProgress, rescore
-from relax_events.history.samples.score_comparison import Comparison
 from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.ops.rescoring import (
+    KeptScores,
+    RecordedScores,
+    open_kept_scores,
+    read_completions,
+)
+from relax_events.rewards.comparison import Comparison, compare_scores
+from relax_events.rewards.trial import FunctionScorer
 from tests.schema_changes import end_by_newer_release
 
 A, B, C, D, E, F, G = (
@@ -300,31 +306,34 @@ def test_prompt_lineage_lists_every_train_step_that_used_a_row(log: RunLog) -> N
 
 
 @pytest.fixture
-def run_rescore(written: WrittenRun) -> Callable[..., tuple[Comparison, RescoringProgress]]:
+def run_rescore(written: WrittenRun) -> Callable[..., tuple[Comparison, KeptScores]]:
     """Return what rescores the written run."""
 
     def run(
         function: str, *, name: str, versions: Bounds = UNBOUNDED
-    ) -> tuple[Comparison, RescoringProgress]:
-        progress = RescoringProgress()
+    ) -> tuple[Comparison, KeptScores]:
         reward = RewardConfig(
             function=f"{written.config.run.directory / 'rewards.py'}:{function}", timeout_seconds=10
         )
-
-        def keep(newest: RescoringProgress) -> None:
-            nonlocal progress
-            progress = newest
-
-        with RunLog(written.config, name="rescore") as log:
-            return rescore(
-                log, reward, name=name, versions=versions, threshold=0.5, report=keep
-            ), progress
+        with (
+            RunLog(written.config, name="rescore") as log,
+            FunctionScorer(reward) as scorer,
+            open_kept_scores(log, scorer, name) as kept,
+        ):
+            comparison = compare_scores(
+                read_completions(log, versions, [scorer]),
+                RecordedScores(log, versions),
+                kept,
+                threshold=None,
+                num_examples=10,
+            )
+            return comparison, kept
 
     return run
 
 
 def test_rescoring_continues_where_it_stopped(
-    written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]
+    written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, KeptScores]]
 ) -> None:
     _, first = run_rescore("opposite", name="other", versions=(0, 0))
     comparison, second = run_rescore("opposite", name="other")
@@ -356,15 +365,15 @@ def test_rescoring_continues_where_it_stopped(
         12,
         6,
     )
-    assert comparison.original_mean == pytest.approx(5.5 / 12)
-    assert comparison.new_mean == 0.5
+    assert comparison.first_mean == pytest.approx(5.5 / 12)
+    assert comparison.second_mean == 0.5
     assert comparison.mean_absolute_difference == pytest.approx(
         (1 + 1 + 0.75 + 0.5 + 0.25 + 1 + 0.5 + 0.5 + 1 + 0 + 0 + 0) / 12
     )
-    assert comparison.original_failed_ratio == pytest.approx(2 / 14)
+    assert comparison.num_first_failed == 2
     assert comparison.num_reranked == 5, "all but G, whose two samples keep their order"
     assert comparison.num_became_informative == 2, "D and E, whose rewards were equal"
-    assert {pair.sample_id for pair in comparison.extremes[:4]} == {
+    assert {example.sample_id for example in comparison.examples[:4]} == {
         f"{A}/0",
         f"{A}/1",
         f"{C}/1",
@@ -373,18 +382,18 @@ def test_rescoring_continues_where_it_stopped(
 
 
 def test_failures_are_kept_with_their_reason(
-    written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, RescoringProgress]]
+    written: WrittenRun, run_rescore: Callable[..., tuple[Comparison, KeptScores]]
 ) -> None:
-    comparison, progress = run_rescore("picky", name="picky", versions=(0, 0))
-    assert (progress.num_scored, progress.num_failed) == (6, 2)
-    assert (comparison.new_failed_ratio, comparison.num_compared) == (pytest.approx(2 / 6), 4)
+    comparison, kept = run_rescore("picky", name="picky", versions=(0, 0))
+    assert (kept.num_scored, kept.num_failed) == (6, 2)
+    assert (comparison.num_second_failed, comparison.num_compared) == (2, 4)
     with RunLog(written.config, name="test") as log:
         scores = read_detail(log, f"{B}/0").other_scores
     assert "raised ValueError: not that one" in (scores["picky"].error or "")
 
 
 def test_rescoring_rejects_a_name_that_holds_scores_of_another_function(
-    run_rescore: Callable[..., tuple[Comparison, RescoringProgress]],
+    run_rescore: Callable[..., tuple[Comparison, KeptScores]],
 ) -> None:
     run_rescore("opposite", name="one", versions=(3, 3))
     with pytest.raises(
@@ -431,7 +440,8 @@ def test_compare_command_fails_below_a_minimum_correlation(
     written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = f"{written.config.run.directory / 'rewards.py'}:opposite"
-    words = ["rescore", run_file, "--reward", reward, "--name", "shown", "--version", "0..1"]
+    words = ["rewards", "rescore", run_file, "--reward", reward, "--name", "shown"]
+    words += ["--version", "0..1"]
     assert app([*words, "--output", "json", "--fail-below=-1"]) == 0
     out, err = capsys.readouterr()
     document = orjson.loads(out)
@@ -439,11 +449,11 @@ def test_compare_command_fails_below_a_minimum_correlation(
         written.plan.topic("reward.scores.shown"),
         8,
     )
-    assert "8 samples scored, 0 of them failed, 0 were scored before; partition 4 of 4" in err
+    assert "8 samples scored, 0 of them failed, 0 were scored before" in err
     assert app([*words, "--fail-below", "0.5"]) == 6
     out, _ = capsys.readouterr()
     assert "prompt groups             4, 4 of them ranked otherwise" in out
-    assert f"{A}/0  0        0.000     1.000  completion 0 of {A}" in out
+    assert f"completion ends         completion 0 of {A}\n  first                   0\n" in out
 
 
 def test_rewards_are_compared_on_the_samples_of_a_run(
@@ -457,17 +467,16 @@ def test_rewards_are_compared_on_the_samples_of_a_run(
         app(["rewards", "compare", *rewards, *words, "--limit", "3", "--output", "json"])
         out, err = capsys.readouterr()
         found = orjson.loads(out)
-        counts = found["counts"]
         assert (
-            counts["num_samples"],
-            counts["num_agree"],
-            counts["num_differ"],
-            counts["num_second_higher"],
+            found["num_samples"],
+            found["num_agree"],
+            found["num_differ"],
+            found["num_second_higher"],
         ) == (14, 6, 6, 6)
         assert (
-            counts["num_first_failed"],
-            counts["num_second_failed"],
-            counts["num_both_failed"],
+            found["num_first_failed"],
+            found["num_second_failed"],
+            found["num_both_failed"],
         ) == (0, 2, 0)
         assert [
             example["completion_end"].startswith("completion 1 of ")

@@ -1,1 +1,1 @@
-"""Reads samples back from the log, exports and rescores them."""
+"""Reads samples back from the log."""

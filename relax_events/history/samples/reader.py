@@ -21,7 +21,7 @@ from relax_events.events.types import (
     SampleScored,
 )
 from relax_events.history.run_log import DecodedRecord, RunLog, TopicPartition
-from relax_events.history.samples.filter import Bounds, SampleFilter, VersionRange, integer_range
+from relax_events.history.samples.filter import SampleFilter, VersionRange
 from relax_events.history.samples.view import SampleLine, SampleView
 from relax_events.kafka.records import Record
 from relax_events.topics import compute_shard
@@ -44,23 +44,6 @@ def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
     extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in version_blocks(extent.versions):
         yield from _read_block(log, wanted, VersionRange(versions, extent.shard))
-
-
-def read_generated_samples(log: RunLog, versions: Bounds) -> Iterator[SampleRolledOut]:
-    """Yield the samples of these versions as they were generated, once in each generation; neither
-    scores nor outcomes are read.
-
-    Samples are held one at a time, their ids for a block of versions in one partition.
-    """
-    for block in version_blocks(
-        integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
-    ):
-        for topic_partition, span in log.offset_ranges("rollout.samples", block).items():
-            seen: set[TrajectoryKey] = set()
-            for found in log.read({topic_partition: span}, SampleRolledOut):
-                if (key := trajectory_of(found.event)) not in seen:
-                    seen.add(key)
-                    yield found.event
 
 
 def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:

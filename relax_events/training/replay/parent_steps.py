@@ -142,7 +142,7 @@ def _read_rescored_rewards(
     except BrokerError as error:
         raise ConfigError(
             f"parent.scores = {scores!r}: run {run_id} has no such scores ({error}); make "
-            "them with relax rescore"
+            "them with relax rewards rescore"
         ) from error
     finally:
         reader.close()

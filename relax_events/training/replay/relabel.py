@@ -213,7 +213,9 @@ class AdvantageRelabeller:
         self, sample: SampleReady, rewards: Mapping[TrajectoryKey, RelabelledReward]
     ) -> RelabelledReward:
         if (reward := rewards.get(trajectory_of(sample))) is None:
-            remedy = "finish the rescoring with relax rescore, or choose versions that it covers"
+            remedy = (
+                "finish the rescoring with relax rewards rescore, or choose versions that it covers"
+            )
             raise ConfigError(
                 f"sample {sample.sample_id} has no reward under parent.scores = "
                 f"{self._scores!r}; {remedy}"

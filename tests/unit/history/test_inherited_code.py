@@ -12,14 +12,16 @@ from typing import Any
 
 import orjson
 import pytest
+from small_settings import small_run
 
 from relax_events.cli.output import accept_source
-from relax_events.config import RunConfig
+from relax_events.config import RewardConfig, RunConfig
 from relax_events.config.external_values import Named, Names
 from relax_events.history.runs.inherited_code import (
     UntrustedSettingsError,
     read_own_run_files,
     require_trust,
+    require_trusted_reward,
 )
 from relax_events.runtime.run_description import build_run_description, read_described_config
 from relax_events.session.resume import find_changes, settings_history
@@ -220,3 +222,31 @@ def test_user_is_shown_untrusted_settings_and_accepts_or_rejects_them(
     ):
         accept_source(refused, trusts=False)
     accept_source(refused, trusts=True)
+
+
+def test_reward_from_a_log_is_trusted_if_a_run_file_matches_or_the_user_accepts() -> None:
+    def refuse(refused: UntrustedSettingsError) -> None:
+        raise refused
+
+    rest = {"model": {"path": "model"}, "data": {"source": "jsonl:rows.jsonl"}}
+    tree = rest | {
+        "run": {"id": "theirs"},
+        "reward": {"function": "remote", "options": {"url": "http://unknown:1"}},
+    }
+    theirs = small_run(tree)
+    assert (
+        require_trusted_reward(
+            theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse
+        )
+        == theirs.reward
+    )
+    with pytest.raises(
+        UntrustedSettingsError, match="log of run theirs names what would be used here"
+    ) as refused:
+        require_trusted_reward(theirs, own=[], accept=refuse)
+    assert refused.value.named == [Named("reward.options.url", "http://unknown:1", Names.OPTIONS)]
+    assert require_trusted_reward(theirs, own=[], accept=lambda _: None) == theirs.reward
+    harmless = small_run(rest | {"run": {"id": "theirs"}, "reward": {"function": "math"}})
+    assert require_trusted_reward(harmless, own=[], accept=refuse) == RewardConfig.model_validate(
+        harmless.reward.model_dump()
+    )

@@ -1,4 +1,4 @@
-"""`relax rewards` and the settings of `relax rescore`."""
+"""`relax rewards` and the settings of `relax rewards rescore`."""
 
 from __future__ import annotations
 

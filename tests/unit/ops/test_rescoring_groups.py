@@ -12,21 +12,19 @@ import pytest
 from event_samples import rolled_out, sample_key
 
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.history.samples.rescoring import PartitionRescorer, RescoringProgress
-from relax_events.history.samples.score_comparison import ScoreComparison
+from relax_events.ops.rescoring import KeptScores, read_completions
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
+from relax_events.rewards.trial import Completion
 
 pytestmark = pytest.mark.unit
 A, B = "000000-0000-0", "000000-0001-0"
-TOPIC_PARTITION, SPAN = ("rollout.samples", 0), (0, 9)
 
 
-class Pool:
+class Function:
     """Counts its requests by prompt group."""
 
     name, digest, takes_prompt_group = "rank", "d", True
-    optional_arguments: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -35,38 +33,40 @@ class Pool:
         self.asked += [item.sample_id for item in items]
         return [Score(1.0, {}) for _ in items]
 
+    def fetch(self, completion: Completion) -> Completion:
+        return completion
+
+    def describe(self) -> None:
+        """See `FunctionScorer.describe`; nothing is described here."""
+
 
 def rescore(
     samples: list[SampleRolledOut], scored: list[SampleScored]
 ) -> tuple[list[str], list[str]]:
     """Return the samples that the function scored, and those whose scores were written."""
-    pool, written = Pool(), []
+    function, written = Function(), []
 
-    def found(_: Any, kind: type) -> list[SimpleNamespace]:
-        return [
-            SimpleNamespace(event=event)
-            for event in (samples if kind is SampleRolledOut else scored)
-        ]
+    def read(_: Any, kind: type) -> list[SimpleNamespace]:
+        events = samples if kind is SampleRolledOut else scored
+        return [SimpleNamespace(event=event) for event in events]
 
+    plan = SimpleNamespace(topic=lambda entity: entity, partition=lambda *_: 0)
     log: Any = SimpleNamespace(
-        read=found, full_ranges=lambda *_: {}, plan=SimpleNamespace(topic=lambda entity: entity)
+        read=read,
+        full_ranges=lambda *_: {},
+        offset_ranges=lambda *_: {("rollout.samples", 0): (0, 9)},
+        newest_version=0,
+        plan=plan,
     )
     producer: Any = SimpleNamespace(
         write=lambda records: written.extend(record.value for record in records)
     )
     codec: Any = SimpleNamespace(encode=lambda event: event.sample_id)
-    whole: Any = pool
-    PartitionRescorer(
-        log,
-        "reward.scores.x",
-        whole,
-        producer,
-        codec,
-        ScoreComparison(threshold=0.5),
-        RescoringProgress(),
-        lambda _: None,
-    ).run(TOPIC_PARTITION, SPAN, {})
-    return pool.asked, written
+    scorer: Any = function
+    kept = KeptScores(log, scorer, entity="reward.scores.x", producer=producer, codec=codec)
+    for batch in read_completions(log, (0, 0), [scorer]):
+        assert all(isinstance(result, Score) for result in kept.score(batch))
+    return function.asked, written
 
 
 def test_complete_prompt_groups_are_rescored_first_and_incomplete_ones_last() -> None:
