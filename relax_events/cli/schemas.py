@@ -39,7 +39,7 @@ def check(
         directory: Folder of .avsc files with their releases; by default the installed ones.
         output: A table to read, or JSON for programs.
     """
-    from relax_events.ops.schema_check import check_releases, check_run, find_unreleased
+    from relax_events.ops.schemas import check_releases, check_run, find_unreleased
 
     folder = _folder(directory)
     problems = check_releases(folder)
@@ -131,7 +131,7 @@ def add_release(
     import sys
 
     from relax_events.events.schemas import write_release
-    from relax_events.ops.schema_check import build_release
+    from relax_events.ops.schemas import build_release
 
     folder = _folder(directory)
     release = build_release(folder, version)

@@ -34,7 +34,7 @@ from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.weights_fit import require_fitting_model
 from relax_events.launcher.worker_processes import run_modules
 from relax_events.ops.consumer_lag import read_slot_lag
-from relax_events.ops.schema_publication import publish_schemas
+from relax_events.ops.schemas import publish_schemas
 from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.planning.derived import LEAST_DRAIN_SECONDS

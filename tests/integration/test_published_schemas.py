@@ -18,7 +18,7 @@ from relax_events.events.schemas import schema_directory, schema_fingerprint
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.doctor import check_registry
-from relax_events.ops.schema_check import check_run
+from relax_events.ops.schemas import check_run
 from relax_events.topics import TopicPlan
 
 ENDED = "relax.events.sample.PromptGroupEnded"

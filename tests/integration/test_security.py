@@ -52,7 +52,7 @@ from relax_events.kafka.security.principals import PrincipalAdmin
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
-from relax_events.ops.schema_publication import find_missing_schemas, publish_schemas
+from relax_events.ops.schemas import find_missing_schemas, publish_schemas
 from relax_events.ops.security import (
     Renewal,
     admin_connection,

@@ -48,7 +48,7 @@ def apply(
         dry_run: Show the changes and make none.
     """
     from relax_events.cli.output import agreed
-    from relax_events.ops.schema_publication import find_missing_schemas, publish_schemas
+    from relax_events.ops.schemas import find_missing_schemas, publish_schemas
     from relax_events.ops.topic_apply import apply_topics, require_allowed
 
     with open_run(config, overrides, may_be_new=True) as (settings, admin):

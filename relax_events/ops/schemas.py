@@ -1,18 +1,20 @@
 """Checks that schemas evolve compatibly: every release and every writer of a run can read what the
-current code writes, and the reverse.
+current code writes, and the reverse. Publishes them on a run's log before its workers start, which
+may not.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import structlog
 
 from relax_events.config import RunConfig
 from relax_events.errors import CheckFailed, ConfigError, SchemaError
-from relax_events.events.codec import REGISTRY_IDS, EventCodec
+from relax_events.events.codec import REGISTRY_IDS, EventCodec, read_registry_ids
 from relax_events.events.compatibility import Incompatibility, compare, incompatibilities
 from relax_events.events.schemas import (
     Release,
@@ -23,9 +25,13 @@ from relax_events.events.schemas import (
     schema_fingerprint,
     version_key,
 )
+from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
-from relax_events.session.broker_address import open_admin
+from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.schema_registry import open_codec
+from relax_events.session.broker_address import open_admin, require_run
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
@@ -78,21 +84,59 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
 
 
 def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
-    """Read each schema that writers of a run have published, with its fingerprint; invalid ones are
-    logged and left out.
+    """Read each schema that writers of a run have published, with its fingerprint.
+
+    Raises:
+        ConfigError: The broker has no topics of this run.
     """
     topic = TopicPlan.from_config(config).topic("control.schemas")
-    admin = open_admin(config, name="schemas")
-    is_there = topic in admin.topics(topic)
-    admin.close()
-    if not is_there:
-        raise ConfigError(
-            f"the broker has no topics of a run {config.run.id!r}; see run.id and "
-            "broker.bootstrap_servers"
-        )
-    codec, found = EventCodec(), dict[str, Schema]()
-    reader = LogReader(Connection.from_config(config.broker, client_id=f"{config.run.id}.schemas"))
-    try:
+    with closing(open_admin(config, name="schemas")) as admin:
+        require_run(config, admin.topics(topic))
+    schemas: dict[str, Schema] = {}
+    for fingerprint, text in _read_records(config, topic):
+        schema = {key: part for key, part in json.loads(text).items() if key != REGISTRY_IDS}
+        schemas.setdefault(fingerprint, schema)
+    yield from schemas.items()
+
+
+def find_missing_schemas(config: RunConfig, admin: Admin) -> dict[bytes, bytes]:
+    """Return the schemas of this release that are not on control.schemas, by fingerprint; all if
+    the topic is still to be created.
+
+    Args:
+        config: The run, with the broker's address and the principal filled in.
+        admin: Of its broker.
+    """
+    topic = TopicPlan.from_config(config).topic("control.schemas")
+    ids: dict[str, set[int]] = {}
+    if topic in admin.topics(topic):
+        for fingerprint, text in _read_records(config, topic):
+            ids.setdefault(fingerprint, set()).update(read_registry_ids(text))
+    return {
+        fingerprint: schema
+        for fingerprint, schema in open_codec(config.broker).published_form().items()
+        if fingerprint.hex() not in ids
+        or not ids[fingerprint.hex()].issuperset(read_registry_ids(schema))
+    }
+
+
+def publish_schemas(config: RunConfig, admin: Admin) -> int:
+    """Publish what `find_missing_schemas` finds; return the number of schemas."""
+    missing = find_missing_schemas(config, admin)
+    topic = TopicPlan.from_config(config).topic("control.schemas")
+    if missing:
+        with closing(RecordProducer(_connect(config))) as producer:
+            producer.write(
+                ProducerRecord(topic, schema, key=fingerprint.hex())
+                for fingerprint, schema in missing.items()
+            )
+    return len(missing)
+
+
+def _read_records(config: RunConfig, topic: str) -> Iterator[tuple[str, bytes]]:
+    """Read the published schemas with their fingerprints; invalid ones are logged and left out."""
+    codec = EventCodec()
+    with closing(LogReader(_connect(config))) as reader:
         for record in reader.read_to_end([(topic, 0)]):
             if not record.value:
                 continue
@@ -101,17 +145,11 @@ def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
             except SchemaError as error:
                 log.warning("record.decode_failed", location=record.location, error=str(error))
             else:
-                found.setdefault(
-                    record.key,
-                    {
-                        name: part
-                        for name, part in json.loads(record.value).items()
-                        if name != REGISTRY_IDS
-                    },
-                )
-    finally:
-        reader.close()
-    yield from found.items()
+                yield record.key, record.value
+
+
+def _connect(config: RunConfig) -> Connection:
+    return Connection.from_config(config.broker, client_id=f"{config.run.id}.schemas")
 
 
 def build_release(directory: Path, version: str) -> Release:
