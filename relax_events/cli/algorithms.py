@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from cyclopts import App
+
+from relax_events.cli.parameters import Output
 
 app = App(
     name="algorithms",
@@ -16,13 +16,10 @@ app = App(
 
 
 @app.command(name="list")
-def list_(*, output: Literal["table", "json"] = "table") -> None:
+def list_(*, output: Output = "table") -> None:
     """List the algorithms that are installed.
 
     Example: relax algorithms list
-
-    Args:
-        output: A table to read, or JSON for programs.
     """
     from relax_events.algorithms.description import installed_algorithms
     from relax_events.cli.output import print_json, print_table
@@ -37,14 +34,13 @@ def list_(*, output: Literal["table", "json"] = "table") -> None:
 
 
 @app.command
-def show(name: str, *, output: Literal["table", "json"] = "table") -> None:
+def show(name: str, *, output: Output = "table") -> None:
     """Print an algorithm's formula, source and settings.
 
     Example: relax algorithms show gspo
 
     Args:
         name: As in `algorithm.name`: installed, or path/to/file.py:NAME.
-        output: Text to read, or JSON for programs.
     """
     from relax_events.algorithms.description import describe_algorithm
     from relax_events.cli.output import print_json, print_pairs

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
+
+from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
 
 if TYPE_CHECKING:
     from relax_events.history.run_log import RunLog
@@ -23,7 +24,6 @@ app = App(
         "configs/quickstart.toml"
     ),
 )
-Output = Literal["table", "json"]
 Ids = Annotated[list[str] | None, Parameter(name="--id", negative="")]
 COLUMNS = ["id", "time", "origin", "reason", "bytes", "key", "resolution"]
 HEAD_BYTES = 256
@@ -31,8 +31,8 @@ HEAD_BYTES = 256
 
 @app.command(name="list")
 def list_(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     role: str = "",
     reason: str = "",
     resolved: bool = False,
@@ -43,12 +43,9 @@ def list_(
     Example: relax deadletter list configs/quickstart.toml --role reward
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         role: Only those of this role.
         reason: Only those with this class of error, such as PoisonSample.
         resolved: Also those that were requeued or dropped.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.cli.run_reader import open_run_log
@@ -102,8 +99,8 @@ def _cells(dead_letter: DeadLetter) -> list[Any]:
 @app.command
 def show(
     id_: Annotated[str, Parameter(name="ID")],
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     output: Output = "table",
 ) -> None:
     """Show one dead letter: its origin, its error and its content.
@@ -112,9 +109,6 @@ def show(
 
     Args:
         id_: Id of the dead letter, as `list` shows it.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: Text to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs
     from relax_events.cli.run_reader import open_run_log
@@ -153,30 +147,27 @@ def hex_lines(data: bytes) -> list[str]:
 
 @app.command
 def requeue(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     ids: Ids = None,
     role: str = "",
     reason: str = "",
     all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
     force: bool = False,
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
 ) -> int:
     """Write records back to their origin topic, so that the role processes them again.
 
     Example: relax deadletter requeue configs/quickstart.toml --role reward --dry-run
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         ids: Id of a dead letter, as `list` shows it; may be given several times.
         role: Those of this role.
         reason: Those with this class of error.
         all_: Those of every role.
         force: Also those that were requeued or dropped before.
         dry_run: Show which, and write nothing.
-        yes: Don't ask.
     """
     from relax_events.cli.run_reader import open_run_log
     from relax_events.ops import dead_letters
@@ -194,15 +185,15 @@ def requeue(
 
 @app.command
 def drop(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     comment: str,
     ids: Ids = None,
     role: str = "",
     reason: str = "",
     all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
 ) -> int:
     """Mark dead letters as dropped, with a comment; the records stay on the log.
 
@@ -210,15 +201,12 @@ def drop(
         a test"
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         comment: Why the records are dropped, kept with the resolution.
         ids: Id of a dead letter, as `list` shows it; may be given several times.
         role: Those of this role.
         reason: Those with this class of error.
         all_: Those of every role.
         dry_run: Show which, and write nothing.
-        yes: Don't ask.
     """
     from relax_events.cli.run_reader import open_run_log
     from relax_events.ops import dead_letters

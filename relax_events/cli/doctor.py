@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from relax_events.cli.parameters import Overrides
 from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def doctor(
     config: Path | None = None,
-    *overrides: str,
+    *overrides: Overrides,
     attack: bool = False,
     door: str = "",
     output: Literal["table", "json"] = "table",
@@ -25,7 +26,6 @@ def doctor(
 
     Args:
         config: The run file, TOML. With --attack it may be left out.
-        overrides: section.key=value, overrides the run file.
         attack: Attack every place where untrusted input enters, on this machine, by hostile
             completions, rows, files, replies, requests and records; some minutes, without a broker.
         door: With --attack, only what comes by one door: completion, row, reply, judge-reply,

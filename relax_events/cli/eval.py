@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
-
 from cyclopts import App
+
+from relax_events.cli.parameters import Output, Overrides, RunFile
 
 app = App(
     name="eval",
@@ -18,17 +17,14 @@ app = App(
 
 @app.command
 def show(
-    config: Path, *overrides: str, dataset: str = "", output: Literal["table", "json"] = "table"
+    config: RunFile, *overrides: Overrides, dataset: str = "", output: Output = "table"
 ) -> None:
     """Show the evaluations of a run, by policy version and dataset.
 
     Example: relax eval show configs/quickstart.toml
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         dataset: Show only this one.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_table
     from relax_events.cli.run_reader import note_unreadable, open_run_log

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from relax_events.cli.parameters import Overrides
 
-def gateway(config: Path, *overrides: str, index: int | Literal["host"] = 0) -> None:
+
+def gateway(config: Path, *overrides: Overrides, index: int | Literal["host"] = 0) -> None:
     """Serve sessions on a run to harnesses that people start, until Ctrl-C: a rollout worker whose
     prompts harnesses take.
 
@@ -14,7 +16,6 @@ def gateway(config: Path, *overrides: str, index: int | Literal["host"] = 0) -> 
 
     Args:
         config: The run file, TOML; `environment.harness` says where to listen.
-        overrides: section.key=value, overrides the run file.
         index: Tells it apart from the run's other rollout workers, and is added to the port; `host`
             takes one from the machine's name, for replicas that are started alike.
     """

@@ -93,12 +93,12 @@ def _show_workers(
     directory: Path,
     *,
     ready: bool,
-    output: str,
+    output: Literal["table", "json"],
 ) -> None:
     """Show the workers that a run should have and those with a recent heartbeat: each one's answer,
     or on another host how old its heartbeat is.
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.cli.run_reader import open_run
     from relax_events.history.live_run import RunFollower
 
@@ -117,29 +117,13 @@ def _show_workers(
         heartbeat = newest.get(worker_id)
         is_well, text = _health_of(alive.get(worker_id), host, ready=ready)
         where = (
-            {"host": heartbeat.host, "pid": heartbeat.pid, "port": heartbeat.metrics_port}
+            [heartbeat.host, heartbeat.pid, heartbeat.metrics_port]
             if heartbeat is not None and worker_id in alive
-            else {}
+            else [None, None, None]
         )
-        rows.append(
-            {
-                "worker": worker_id,
-                "healthy": is_well,
-                "host": "-",
-                "pid": "-",
-                "port": "-",
-                **where,
-                "answer": text,
-            }
-        )
-    if output == "json":
-        print_json(rows)
-    else:
-        print_table(
-            ["worker", "host", "pid", "port", "answer"],
-            [[row[name] for name in ("worker", "host", "pid", "port", "answer")] for row in rows],
-        )
-    if unwell := [row["worker"] for row in rows if not row["healthy"]]:
+        rows.append([worker_id, is_well, *where, text])
+    print_rows(["worker", "healthy", "host", "pid", "port", "answer"], rows, output)
+    if unwell := [row[0] for row in rows if not row[1]]:
         raise CheckFailed(
             f"{len(unwell)} of {len(rows)} workers are not "
             f"{'ready' if ready else 'healthy'}: {', '.join(map(str, unwell))}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from contextlib import closing
-from pathlib import Path
-from typing import Literal
 
 from cyclopts import App
+
+from relax_events.cli.parameters import Output, Overrides, RunFile
 
 app = App(
     name="ledger",
@@ -18,7 +18,7 @@ app = App(
 
 
 @app.command
-def check(config: Path, *overrides: str, output: Literal["table", "json"] = "table") -> int:
+def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> int:
     """Recompute from the run's records what the run promised; exit code 6 when a promise is broken.
 
     Example: relax ledger check configs/quickstart.toml
@@ -26,11 +26,6 @@ def check(config: Path, *overrides: str, output: Literal["table", "json"] = "tab
     Nothing is taken from the trainer's sums: every trained sample is looked up at its recorded
     offset, and its staleness is that of the versions that drew its tokens. Each topic is read once;
     memory does not grow with the length of the run.
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json, print_pairs, print_progress
     from relax_events.config import load_run_config

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
 from relax_events.cli.output import print_json, print_table
+from relax_events.cli.parameters import Output, Overrides, RunFile
 from relax_events.cli.run_reader import clock_time, excerpt, format_number
 
 if TYPE_CHECKING:
@@ -24,12 +24,13 @@ app = App(
         "configs/quickstart.toml"
     ),
 )
-Output = Literal["table", "json"]
 DIGEST_SIGNS = 12
 
 
 @app.command
-def version(policy_version: int, config: Path, *overrides: str, output: Output = "table") -> None:
+def version(
+    policy_version: int, config: RunFile, *overrides: Overrides, output: Output = "table"
+) -> None:
     """Show what made a policy version: its train step, prompt groups, samples, rewards and rows of
     the data.
 
@@ -37,9 +38,6 @@ def version(policy_version: int, config: Path, *overrides: str, output: Output =
 
     Args:
         policy_version: The version; 0 are the initial weights.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: Text to read, or JSON for programs.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.lineage.version import version_lineage
@@ -95,7 +93,9 @@ def _print_version(found: VersionLineage) -> None:
 
 
 @app.command
-def sample(sample_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
+def sample(
+    sample_id: str, config: RunFile, *overrides: Overrides, output: Output = "table"
+) -> None:
     """Trace a sample from its prompt to the policy version that was trained on it, record by
     record.
 
@@ -103,9 +103,6 @@ def sample(sample_id: str, config: Path, *overrides: str, output: Output = "tabl
 
     Args:
         sample_id: Such as 000012-0003-0/5.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: Text to read, or JSON for programs.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.lineage.reader import sample_lineage
@@ -150,7 +147,9 @@ def _fact(name: str, value: Any) -> str:
 
 
 @app.command
-def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "table") -> None:
+def prompt(
+    row_or_id: str, config: RunFile, *overrides: Overrides, output: Output = "table"
+) -> None:
     """Show when a row of the data, or a prompt group, was issued, how that ended, and which train
     steps were trained on it.
 
@@ -159,9 +158,6 @@ def prompt(row_or_id: str, config: Path, *overrides: str, output: Output = "tabl
 
     Args:
         row_or_id: A row of the data, from 0, or the id of a prompt group.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.history.lineage.prompt import prompt_lineage

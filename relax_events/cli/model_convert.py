@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from relax_events.cli.output import print_json, print_pairs
+from relax_events.cli.output import print_fields
 from relax_events.cli.parameters import Output
 
 Format = Literal["megatron", "hf"]
@@ -39,7 +39,4 @@ def convert(
     from relax_events.ops.model_conversion import convert_model
 
     done = convert_model(folder, to, format=format, base=base)
-    if output == "json":
-        print_json(done)
-    else:
-        print_pairs(done)
+    print_fields(done, output)

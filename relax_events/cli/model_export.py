@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_events.cli.output import print_json, print_pairs, print_progress
+from relax_events.cli.output import print_fields, print_progress
 from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ def export(
             replaces=force,
             merged=merged,
         )
-    if output == "json":
-        print_json(asdict(done))
-    else:
-        print_pairs(asdict(done))
+    print_fields(asdict(done), output)
 
 
 def _export(

@@ -9,6 +9,7 @@ from cyclopts import App
 from relax_events.cli.model_convert import convert
 from relax_events.cli.model_export import export
 from relax_events.cli.output import print_progress
+from relax_events.cli.parameters import Overrides, RunFile
 
 app = App(
     name="models",
@@ -23,7 +24,7 @@ app.command(convert)
 
 
 @app.command
-def prepare(config: Path, *overrides: str) -> None:
+def prepare(config: RunFile, *overrides: Overrides) -> None:
     """Make the model that a run file describes, with its SFT warm-up, unless it is there; print its
     folder.
 
@@ -31,10 +32,6 @@ def prepare(config: Path, *overrides: str) -> None:
 
     Objects that lie on this machine get their folder too, with the run's name in it: then workers
     that may only read there can start first.
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
     """
     from relax_events.config import load_run_config
     from relax_events.examples.model_preparation import prepare_model
@@ -48,15 +45,13 @@ def prepare(config: Path, *overrides: str) -> None:
 
 
 @app.command(name="sft-warmup")
-def sft_warmup(config: Path, *overrides: str, output: Path | None = None) -> None:
+def sft_warmup(config: RunFile, *overrides: Overrides, output: Path | None = None) -> None:
     """Train the model of a run file on reference answers for `sft_warmup.steps` steps; print the
     folder written.
 
     Example: relax models sft-warmup configs/quickstart.toml --output .relax/models/warm
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         output: Folder of the trained model; by default it replaces the old one.
     """
     from relax_events.config import load_run_config

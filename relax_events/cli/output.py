@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from relax_events.history.runs.inherited_code import UntrustedSettingsError
@@ -61,6 +61,24 @@ def print_json(data: Any) -> None:
     import orjson
 
     print(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
+
+
+def print_rows(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], output: Literal["table", "json"]
+) -> None:
+    """Print rows as a table with a dash for None, or as a JSON list of objects."""
+    if output == "json":
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
+    else:
+        print_table(columns, [["-" if value is None else value for value in row] for row in rows])
+
+
+def print_fields(data: Mapping[str, Any], output: Literal["table", "json"]) -> None:
+    """Print what a model holds, as names and values or as a JSON object."""
+    if output == "json":
+        print_json(data)
+    else:
+        print_pairs(data)
 
 
 def print_pairs(data: Mapping[str, Any], *, indent: int = 0) -> None:

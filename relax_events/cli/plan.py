@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from relax_events.cli.parameters import Output, Overrides, RunFile
 
 if TYPE_CHECKING:
     from relax_events.planning.run_plan import PlannedDevice, RunPlan, StageSeconds
@@ -14,11 +15,11 @@ GB = 1e9
 
 
 def plan(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     devices: str = "",
     sample_tokens: int = 0,
-    output: Literal["table", "json"] = "table",
+    output: Output = "table",
 ) -> int:
     """Show which worker computes on which device, what each takes by part, and an estimate of a
     step's time; exit code 6 and the smallest change that fits when a device is too small.
@@ -28,12 +29,9 @@ def plan(
     Only the model's `config.json` is read, so its weights need not be here.
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         devices: Number and kind, such as 8xH100-80GB; by default those of this machine.
         sample_tokens: Mean tokens of a sample, prompt included; by default half of
             engine.max_context_tokens.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json
     from relax_events.config import load_run_config

@@ -45,18 +45,12 @@ def list_rewards(*, output: Output = "table") -> None:
 
     Example: relax rewards list
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.rewards.registry import describe_reward, reward_names
 
-    found = [describe_reward(name) for name in reward_names()]
-    if output == "json":
-        print_json(
-            [{"name": one.name, "scores": one.scores, "summary": one.summary} for one in found]
-        )
-    else:
-        print_table(
-            ["reward", "scores", "what"], [[one.name, one.scores, one.summary] for one in found]
-        )
+    rewards = [describe_reward(name) for name in reward_names()]
+    rows = [[reward.name, reward.scores, reward.summary] for reward in rewards]
+    print_rows(["name", "scores", "summary"], rows, output)
 
 
 @app.command

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
+from relax_events.cli.parameters import Overrides, RunFile
 from relax_events.plugins import ROLES, find_plugin
 
 
@@ -19,15 +19,13 @@ def load_role(name: str) -> Callable[..., None]:
     return start
 
 
-def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
+def run(config: RunFile, *overrides: Overrides, accept_changes: bool = False) -> None:
     """Run everything on this machine, show progress, and end by itself: exit code 0 means that the
     goal was reached.
 
     Example: relax run configs/quickstart.toml run.seed=1
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         accept_changes: Resume also with changes of the run file that change what is trained from
             here on.
     """
@@ -57,7 +55,9 @@ def run(config: Path, *overrides: str, accept_changes: bool = False) -> None:
     print(f"export the model: {report['export_command']}")
 
 
-def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"] = 0) -> None:
+def worker(
+    role: str, config: RunFile, *overrides: Overrides, index: int | Literal["host"] = 0
+) -> None:
     """Run one worker of a role: what a container, a unit file or a shell starts.
 
     Example: relax worker rollout configs/quickstart.toml --index 1
@@ -66,8 +66,6 @@ def worker(role: str, config: Path, *overrides: str, index: int | Literal["host"
         role: prompter, rollout, reward, judge, reference, actor-forward, critic, teacher,
             advantage, trainer, evaluator, controller or metrics; or several joined by +, which
             then share a process.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         index: Tells workers of one role apart; `host` takes one from the machine's name, for
             replicas that are started alike.
     """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from relax_events.cli.parameters import Output, Overrides, RunFile
 from relax_events.cli.sample_rendering import Which
 
 if TYPE_CHECKING:
@@ -23,28 +24,25 @@ app = App(
         "--last 5 --no-follow"
     ),
 )
-Output = Literal["table", "json"]
 EVERYTHING = Which()
 
 
 @app.command
 def tail(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
     from_: Annotated[Literal["beginning", "end"], Parameter(name="--from")] = "end",
     last: int = 0,
     limit: int | None = None,
     follow: bool | None = None,
-    output: Output = "table",
+    output: Literal["table", "json"] = "table",
 ) -> None:
     """Show samples as they are generated and scored, one line each; Ctrl-C ends it.
 
     Example: relax samples tail configs/quickstart.toml --from beginning --reward 0.9.. --limit 20
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         which: Which samples.
         from_: Start with the oldest sample, or with those that are generated from now on.
         last: Start with so many of the newest samples that are there.
@@ -91,8 +89,8 @@ def _lines(
 @app.command
 def show(
     sample_id: str,
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     tokens: bool = False,
     output: Output = "table",
 ) -> None:
@@ -102,10 +100,7 @@ def show(
 
     Args:
         sample_id: Such as 000012-0003-0/5.
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         tokens: Add a table of all tokens with their log-probabilities, advantages and loss mask.
-        output: Text to read, or JSON for programs.
     """
     from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import note_unreadable, open_run_log
@@ -123,8 +118,8 @@ def show(
 
 @app.command
 def export(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     output_file: Path | None = None,
     which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
     tokens: bool = False,
@@ -139,8 +134,6 @@ def export(
     Example: relax samples export configs/quickstart.toml --output-file samples.jsonl --reward 0.9..
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
         output_file: File to write; without it JSON lines go to stdout.
         which: Which samples.
         tokens: Add token ids, loss mask and rollout log-probabilities.

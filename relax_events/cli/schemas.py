@@ -4,12 +4,14 @@ each other.
 
 from __future__ import annotations
 
+from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
 from relax_events.cli.output import agreed
+from relax_events.cli.parameters import Output, Overrides, Yes
 
 if TYPE_CHECKING:
     from relax_events.events.compatibility import Incompatibility
@@ -19,13 +21,12 @@ app = App(
     name="schemas",
     help="Show, compare, check and release the schemas of the log.\n\nExample: relax schemas check",
 )
-Output = Literal["table", "json"]
 
 
 @app.command
 def check(
     config: Path | None = None,
-    *overrides: str,
+    *overrides: Overrides,
     directory: Path | None = None,
     output: Output = "table",
 ) -> int:
@@ -35,9 +36,7 @@ def check(
 
     Args:
         config: A run file, TOML: checks also against what the run's writers have published.
-        overrides: section.key=value, overrides the run file.
         directory: Folder of .avsc files with their releases; by default the installed ones.
-        output: A table to read, or JSON for programs.
     """
     from relax_events.ops.schemas import check_releases, check_run, find_unreleased
 
@@ -65,26 +64,15 @@ def diff(
         old: A released version, or `current`.
         new: A released version, or `current` for the current schemas.
         directory: Folder of .avsc files with their releases; by default the installed ones.
-        output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.events.compatibility import changes
     from relax_events.events.schemas import find_release
 
     folder = _folder(directory)
     found = changes(find_release(folder, old).schemas, find_release(folder, new).schemas)
-    if output == "json":
-        print_json(
-            [
-                {"schema": change.schema, "field": change.field, "change": change.what}
-                for change in found
-            ]
-        )
-    else:
-        print_table(
-            ["schema", "field", "change"],
-            [[change.schema, change.field, change.what] for change in found],
-        )
+    rows = [[change.schema, change.field, change.what] for change in found]
+    print_rows(["schema", "field", "change"], rows, output)
 
 
 @app.command
@@ -103,7 +91,6 @@ def show(
         name: An event, by its short or full name.
         release: A released version, or `current` for the current schemas.
         directory: Folder of .avsc files with their releases; by default the installed ones.
-        output: A table to read, or JSON for programs, with the whole schema.
     """
     from relax_events.events.schemas import find_release
 
@@ -116,7 +103,7 @@ def show(
 
 @app.command(name="release")
 def add_release(
-    version: str, *, directory: Path | None = None, dry_run: bool = False, yes: bool = False
+    version: str, *, directory: Path | None = None, dry_run: bool = False, yes: Yes = False
 ) -> int:
     """Keep the current schemas as a release that all later ones must stay compatible with.
 
@@ -126,7 +113,6 @@ def add_release(
         version: Of the release, above all before it.
         directory: Folder of .avsc files with their releases; by default the checkout's.
         dry_run: Check, show what would be written, and write nothing.
-        yes: Don't ask.
     """
     import sys
 
@@ -153,20 +139,14 @@ def _folder(directory: Path | None) -> Path:
 
 
 def _show_problems(problems: list[Incompatibility], unreleased: list[str], output: Output) -> None:
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_json, print_rows
 
-    rows = [[problem.schema, problem.field, problem.what, problem.remedy] for problem in problems]
-    columns = ["schema", "field", "what", "remedy"]
     if output == "json":
-        print_json(
-            {
-                "problems": [dict(zip(columns, row, strict=True)) for row in rows],
-                "unreleased": unreleased,
-            }
-        )
+        rows = [asdict(problem) for problem in problems]
+        print_json({"problems": rows, "unreleased": unreleased})
         return
-    if rows:
-        print_table(columns, rows)
+    if problems:
+        print_rows(["schema", "field", "what", "remedy"], list(map(astuple, problems)), output)
     else:
         print("every release reads what is written now, and the reverse")
     if unreleased:
@@ -174,7 +154,7 @@ def _show_problems(problems: list[Incompatibility], unreleased: list[str], outpu
 
 
 def _show_event(schema: Schema, output: Output) -> None:
-    from relax_events.cli.output import print_json, print_pairs, print_table
+    from relax_events.cli.output import print_json, print_pairs, print_rows
     from relax_events.events.compatibility import field_rows
     from relax_events.events.schemas import name_of, schema_fingerprint
 
@@ -183,36 +163,21 @@ def _show_event(schema: Schema, output: Output) -> None:
         "doc": schema["doc"],
         "fingerprint": schema_fingerprint(schema).hex(),
     }
-    rows = field_rows(schema)
+    fields = field_rows(schema)
     if output == "json":
-        fields = [
-            {
-                "field": row.path,
-                "type": row.type,
-                "logical_type": row.logical_type,
-                "default": row.default,
-                "doc": row.doc,
-            }
-            for row in rows
-        ]
-        print_json({**facts, "fields": fields, "schema": schema})
+        print_json({**facts, "fields": list(map(asdict, fields)), "schema": schema})
         return
     print_pairs(facts)
-    print_table(
-        ["field", "type", "default", "meaning"],
-        [[row.path, row.logical_type or row.type, row.default or "", row.doc] for row in rows],
-    )
+    rows = [[row.path, row.logical_type or row.type, row.default, row.doc] for row in fields]
+    print_rows(["path", "type", "default", "doc"], rows, output)
 
 
 def _show_list(schemas: dict[str, Schema], output: Output) -> None:
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.events.schemas import schema_fingerprint
 
     rows = [
         [name, schema_fingerprint(schema).hex(), schema["doc"]]
         for name, schema in sorted(schemas.items())
     ]
-    if output == "json":
-        print_json([dict(zip(("name", "fingerprint", "doc"), row, strict=True)) for row in rows])
-    else:
-        print_table(["event", "fingerprint", "meaning"], rows)
+    print_rows(["name", "fingerprint", "doc"], rows, output)

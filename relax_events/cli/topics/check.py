@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 
 def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> int:
@@ -26,11 +27,5 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
         ]
         for item in findings
     ]
-    show(
-        ["", "what", "finding", "remedy"]
-        if output == "table"
-        else ["verdict", "what", "finding", "remedy"],
-        rows,
-        output,
-    )
+    print_rows(["verdict", "what", "finding", "remedy"], rows, output)
     return 0 if all(item.is_good for item in findings) else 6

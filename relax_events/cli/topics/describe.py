@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 
 def describe(config: RunFile, *overrides: Overrides, output: Output = "table") -> None:
@@ -41,4 +42,4 @@ def describe(config: RunFile, *overrides: Overrides, output: Output = "table") -
                     docs.get(name, "not in the plan"),
                 ]
             )
-        show(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)
+        print_rows(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 
 def export_run(
@@ -56,4 +57,6 @@ def export_run(
             ]
             for i in manifest.partitions
         ]
-        show(["topic", "partition", "records", "bytes", "begin", "end", "digest"], rows, output)
+        print_rows(
+            ["topic", "partition", "records", "bytes", "begin", "end", "digest"], rows, output
+        )

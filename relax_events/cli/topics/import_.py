@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, Yes
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 if TYPE_CHECKING:
     from relax_events.ops.run_import import ImportPlan
@@ -78,6 +79,6 @@ def import_run(
 def _show_plan(plan: ImportPlan, output: Output) -> None:
     """Show the partitions that would be written, and how many are there already."""
     rows = [[i.entity, i.partition, i.num_records, i.num_bytes, i.end] for i in plan.partitions]
-    show(["topic", "partition", "records", "bytes", "end"], rows, output)
+    print_rows(["topic", "partition", "records", "bytes", "end"], rows, output)
     if plan.num_present:
         print(f"{plan.num_present} partition(s) are there already", file=sys.stderr)

@@ -7,8 +7,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -60,7 +61,7 @@ def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
     if by == "slot":
         columns = ["role", "slot", "policy_version", "lag", "stale", "oldest_seconds"]
         slots = sum_by_slot(rows, now_ms=now_ms)
-        show(
+        print_rows(
             columns,
             [
                 [
@@ -85,7 +86,7 @@ def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
     }
     columns = ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"]
     members = sum_by_member(rows, by_role, now_ms=now_ms)
-    show(
+    print_rows(
         columns,
         [
             [

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Literal
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -81,7 +82,7 @@ def _show_changes(
         [change.kind, change.topic, change.detail, change.danger, at_stake.get(change.topic)]
         for change in changes
     ]
-    show(["change", "topic", "detail", "danger", "records_at_stake"], rows, output)
+    print_rows(["change", "topic", "detail", "danger", "records_at_stake"], rows, output)
     for danger in sorted({change.danger for change in changes if change.danger}):
         print(f"--allow {danger}: {DANGERS[danger]}", file=sys.stderr)
     return [change for change in changes if change.is_drift]

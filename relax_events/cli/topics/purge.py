@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 if TYPE_CHECKING:
     from relax_events.ops.run_purger import PlannedPurge
@@ -63,7 +64,7 @@ def _show_ranges(purge: PlannedPurge, output: Output) -> int:
         for cut in purge.ranges
         if cut.num_records
     ]
-    show(columns, rows, output)
+    print_rows(columns, rows, output)
     total = sum(cut.num_records for cut in purge.ranges)
     print(
         (

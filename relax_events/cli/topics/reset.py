@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
-from relax_events.cli.topics.run_topics import open_run, show
+from relax_events.cli.topics.run_topics import open_run
 
 if TYPE_CHECKING:
     from relax_events.ops.offset_reset import ResetPlan
@@ -83,4 +84,4 @@ def _show_moves(plan: ResetPlan, output: Output) -> None:
         ]
         for move in plan.moves
     ]
-    show(columns, rows, output)
+    print_rows(columns, rows, output)

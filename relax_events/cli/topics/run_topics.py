@@ -1,13 +1,11 @@
-"""What the subcommands share: the run behind a run file, and rows on stdout."""
+"""What the subcommands share: the run behind a run file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from relax_events.cli.parameters import Output
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -39,13 +37,3 @@ def open_run(
         if not may_be_new:
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         yield settings, admin
-
-
-def show(columns: Sequence[str], rows: Sequence[Sequence[Any]], output: Output) -> None:
-    """Print rows as a table, or as a JSON list of objects."""
-    from relax_events.cli.output import print_json, print_table
-
-    if output == "json":
-        print_json([dict(zip(columns, row, strict=True)) for row in rows])
-    else:
-        print_table(columns, [["-" if value is None else value for value in row] for row in rows])

@@ -253,7 +253,7 @@ def test_show_gives_fingerprint_fields_and_the_whole_schema(
     shown = json.loads(out)
     assert code == 0
     assert shown["schema"] == current_release(schema_directory()).find("SampleScored")
-    assert [row["field"] for row in shown["fields"]][:3] == [
+    assert [row["path"] for row in shown["fields"]][:3] == [
         "key",
         "key.sample_id",
         "key.prompt_group_id",
