@@ -8,9 +8,18 @@ from typing import TYPE_CHECKING, Literal
 from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions
 
 if TYPE_CHECKING:
-    from relax_events.reports.status import RunView
+    from relax_events.projections.run_view import RunView
 
 TURN_SECONDS = 0.5
+COLUMNS = {
+    "worker": "worker_id",
+    "state": "state",
+    "version": "policy_version",
+    "processed": "num_processed",
+    "in flight": "num_in_flight",
+    "per s": "records_per_second",
+    "last heartbeat": "heartbeat_age_seconds",
+}
 
 
 def status(
@@ -30,6 +39,8 @@ def status(
         once: Show it once on a terminal, too.
         output: A table to read, or JSON for programs, which is shown once.
     """
+    from dataclasses import asdict
+
     from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import reader_may_leave
     from relax_events.reports.status import StatusReader
@@ -37,7 +48,7 @@ def status(
     opened = broker.open_run(run, name="status")
     with opened as settings, StatusReader(settings) as reader, reader_may_leave():
         if output == "json":
-            print_json(reader.read().as_json())
+            print_json(asdict(reader.read()))
         elif once or not sys.stdout.isatty():
             _print(reader.read())
         else:
@@ -52,19 +63,9 @@ def _print(view: RunView, *, with_workers: bool = True) -> None:
     reason = f": {view.reason}" if view.reason else ""
     print(f"run {view.run_id} {view.status}{reason}")
     if with_workers:
-        print(format_progress(view.progress, view.workers))
-        columns = [
-            "worker",
-            "state",
-            "version",
-            "processed",
-            "in flight",
-            "per s",
-            "last heartbeat",
-        ]
-        print_table(
-            columns, [[_cell(value) for value in view.row(worker)] for worker in view.workers]
-        )
+        print(format_progress(view))
+        rows = [[_cell(getattr(row, name)) for name in COLUMNS.values()] for row in view.workers]
+        print_table(list(COLUMNS), rows)
 
 
 def _cell(value: str | float | None) -> str:

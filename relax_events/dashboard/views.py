@@ -26,7 +26,7 @@ from relax_events.projections.run_status import (
     decide_status,
     find_live_workers,
 )
-from relax_events.reports.terminal_values import ProgressMetrics, WorkerTable
+from relax_events.projections.run_view import RunView, WorkerTable
 
 MAX_POINTS = 1500
 RECENT_STEPS = 20
@@ -53,25 +53,11 @@ def to_json(values: Sequence[float]) -> list[float | None]:
 
 def build_summary(reader: RunReader) -> dict[str, Any]:
     """Return the head of every page: the run's status and how far the reader is."""
-    now = now_micros()
+    now = reader.status.known_now(now_micros())
     with reader.lock:
-        fold, state = reader.fold, reader.fold.state
-        progress = ProgressMetrics.from_state(fold.config, state, lag={})
-        return {
-            "run_id": fold.config.run.id,
-            "status": decide_status(state, fold.config.workers, now=reader.status.known_now(now)),
-            "reason": state.ended.reason if state.ended else "",
-            "succeeded": bool(state.ended and state.ended.succeeded),
-            "is_paused": state.is_paused,
-            "step": state.num_steps,
-            "num_steps": fold.config.num_train_steps,
-            "policy_version": state.policy_version,
-            "reward": progress.reward,
-            "tokens_per_second": progress.tokens_per_second,
-            "samples_per_second": progress.samples_per_second,
-            "remaining_seconds": progress.remaining_seconds,
+        view = asdict(RunView.from_state(reader.fold.config, reader.fold.state, now=now))
+        return view | {
             "num_samples": len(reader.table),
-            "outcomes": dict(state.outcomes),
             "reader": {
                 name: value
                 for name, value in asdict(reader.status).items()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 import structlog
 
@@ -16,51 +16,12 @@ from relax_events.events.parts import now_micros
 from relax_events.history.live_run import RunFollower
 from relax_events.kafka.admin import Admin
 from relax_events.ops.consumer_lag import read_slot_lag
-from relax_events.projections.run_status import RunStatus, compute_silence_limit
+from relax_events.projections.run_status import compute_silence_limit
+from relax_events.projections.run_view import RunView, WorkerTable
 from relax_events.reports.terminal import ProgressDisplay
-from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
 
 log = structlog.get_logger()
 LAG_TIMEOUT_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class RunView:
-    """A run at one time.
-
-    Attributes:
-        reason: Why it ended; empty where it has not.
-        lag: Records behind, by role and slot.
-    """
-
-    run_id: str
-    status: RunStatus
-    reason: str
-    progress: ProgressMetrics
-    workers: list[WorkerRow]
-    lag: Mapping[str, Mapping[int, int]]
-
-    @staticmethod
-    def row(worker: WorkerRow) -> list[str | float | None]:
-        """Return a worker's values as a table shows them; None where unknown."""
-        version, processed, in_flight = (
-            worker.policy_version,
-            worker.num_processed,
-            worker.num_in_flight,
-        )
-        return [
-            worker.worker_id,
-            worker.state,
-            version,
-            processed,
-            in_flight,
-            worker.records_per_second,
-            worker.heartbeat_age_seconds,
-        ]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
-        return asdict(self)
 
 
 class StatusReader(AbstractContextManager["StatusReader"]):
@@ -94,13 +55,14 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         """Return the run as it is now."""
         lag = self._lag()
         with self._run.lock:
-            state, alive = self._run.state, dict.fromkeys(self._run.alive(), True)
-            workers = WorkerTable(self._config, since_micros=self._heartbeats_since()).rows(
-                state, alive=alive, now_micros=now_micros()
+            state, alive, now = (
+                self._run.state,
+                dict.fromkeys(self._run.alive(), True),
+                now_micros(),
             )
-            progress = ProgressMetrics.from_state(self._config, state, lag=lag)
-            reason = state.ended.reason if state.ended is not None else ""
-            return RunView(self._config.run.id, self._run.status, reason, progress, workers, lag)
+            table = WorkerTable(self._config, since_micros=self._heartbeats_since())
+            workers = table.rows(state, alive=alive, now_micros=now)
+            return RunView.from_state(self._config, state, now=now, workers=workers, lag=lag)
 
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.

@@ -14,7 +14,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import now_micros
 from relax_events.printable import printable
 from relax_events.projections.run_state import RunState
-from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow, WorkerTable
+from relax_events.projections.run_view import RunView, WorkerTable
 from relax_events.topics import count_slots
 
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ Clock = Callable[[], float]
 class ProgressOutput(Protocol):
     """Where progress is shown."""
 
-    def show(
-        self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
-    ) -> None:
+    def show(self, view: RunView, *, is_last: bool) -> None:
         """Show the run's current state; the last one stays."""
 
     def print_line(self, text: str) -> None:
@@ -115,9 +113,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self._newest is None:
             return
         state, lag, alive = self._newest
-        metrics = ProgressMetrics.from_state(self._config, state, lag=lag)
-        workers = self._workers.rows(state, alive=alive, now_micros=now_micros())
-        self._surface.show(metrics, workers, lag=lag, is_last=is_last)
+        now = now_micros()
+        workers = self._workers.rows(state, alive=alive, now_micros=now)
+        view = RunView.from_state(self._config, state, now=now, workers=workers, lag=lag)
+        self._surface.show(view, is_last=is_last)
 
 
 class PanelOutput:
@@ -135,20 +134,15 @@ class PanelOutput:
         self._live: Live | None = None
         self._opened, self._address = clock(), ""
 
-    def show(
-        self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
-    ) -> None:
+    def show(self, view: RunView, *, is_last: bool) -> None:
         """Redraw."""
         from rich.live import Live
 
         from relax_events.reports.terminal_panel import ProgressPanel
 
         panel = ProgressPanel(
-            run_id=self._config.run.id,
+            view=view,
             elapsed_seconds=self._clock() - self._opened,
-            metrics=metrics,
-            workers=workers,
-            lag=lag,
             num_slots=count_slots(self._config.run.max_staleness),
             address=self._address,
         )
@@ -183,22 +177,19 @@ class LineOutput:
         self._shown_at = clock()
         self._shown_step = 0
 
-    def show(
-        self, metrics: ProgressMetrics, workers: list[WorkerRow], *, lag: Lag, is_last: bool
-    ) -> None:
+    def show(self, view: RunView, *, is_last: bool) -> None:
         """Print a line if one is due."""
-        del lag  # its sum is in the metrics
-        if self._is_due(metrics, is_last=is_last):
-            self._shown_at, self._shown_step = self._clock(), metrics.step
-            self.print_line(format_progress(metrics, workers))
+        if self._is_due(view, is_last=is_last):
+            self._shown_at, self._shown_step = self._clock(), view.step
+            self.print_line(format_progress(view))
 
-    def _is_due(self, metrics: ProgressMetrics, *, is_last: bool) -> bool:
+    def _is_due(self, view: RunView, *, is_last: bool) -> bool:
         waited = self._clock() - self._shown_at
-        if metrics.step <= self._shown_step:
+        if view.step <= self._shown_step:
             return waited >= QUIET_SECONDS and not is_last
-        if self._shown_step == 0 or is_last or metrics.step >= metrics.num_steps:
+        if self._shown_step == 0 or is_last or view.step >= view.num_steps:
             return True
-        is_far = metrics.step - self._shown_step >= LINE_STEP_RATIO * metrics.num_steps
+        is_far = view.step - self._shown_step >= LINE_STEP_RATIO * view.num_steps
         return waited >= (LINE_LEAST_SECONDS if is_far else LINE_SECONDS)
 
     def print_line(self, text: str) -> None:
@@ -213,29 +204,20 @@ class LineOutput:
         """Leave the stream as it is."""
 
 
-def format_progress(metrics: ProgressMetrics, workers: list[WorkerRow]) -> str:
+def format_progress(view: RunView) -> str:
     """Format a run's progress in one line; unhealthy workers are named."""
-    parts = [f"step {metrics.step}/{metrics.num_steps}"]
-    if metrics.step:
-        parts += [f"{name} {_format(value)}" for name, value in metrics.learning_metrics.items()]
+    parts = [f"step {view.step}/{view.num_steps}"]
+    if view.step:
+        parts += [f"{name} {_format(value)}" for name, value in view.learning_metrics.items()]
+        parts.append(f"staleness {_format(view.staleness_mean)} max {_format(view.staleness_max)}")
         parts.append(
-            f"staleness {_format(metrics.staleness_mean)} max {_format(metrics.staleness_max)}"
-        )
-        parts.append(
-            "tokens/s "
-            f"{'-' if metrics.tokens_per_second is None else round(metrics.tokens_per_second)}"
+            f"tokens/s {'-' if view.tokens_per_second is None else round(view.tokens_per_second)}"
         )
     else:
-        parts += [
-            "no train step yet",
-            (
-                "workers "
-                f"{sum(row.heartbeat_age_seconds is not None for row in workers)}/{len(workers)} "
-                "ready"
-            ),
-        ]
-    parts.append(f"lag {metrics.num_lagging}")
-    parts += [f"{row.worker_id} {row.state}" for row in workers if not row.is_healthy]
+        num_ready = sum(row.heartbeat_age_seconds is not None for row in view.workers)
+        parts += ["no train step yet", f"workers {num_ready}/{len(view.workers)} ready"]
+    parts.append(f"lag {view.num_lagging}")
+    parts += [f"{row.worker_id} {row.state}" for row in view.workers if not row.is_healthy]
     return "  ".join(parts)
 
 

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from relax_events.reports.terminal_values import ProgressMetrics, WorkerRow
+from relax_events.projections.run_view import RunView, WorkerRow
 from relax_events.topics import compute_slot
 
 BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
@@ -39,11 +39,8 @@ STATE_STYLES = {
 class ProgressPanel:
     """One frame of the live panel; it fits itself to the window that it is printed to."""
 
-    run_id: str
+    view: RunView
     elapsed_seconds: float
-    metrics: ProgressMetrics
-    workers: Sequence[WorkerRow]
-    lag: Mapping[str, Mapping[int, int]]
     num_slots: int
     address: str = ""
 
@@ -54,7 +51,7 @@ class ProgressPanel:
         stay.
         """
         room = options.max_height - FRAME_ROWS - TABLE_HEAD_ROWS
-        room -= bool(self.address) + bool(self.metrics.phase_ratios)
+        room -= bool(self.address) + bool(self.view.phase_ratios)
         tables: list[Table] = []
         for table in (self._lag_table(options.max_width), self._engine_table(options.max_width)):
             if table and room >= MIN_WORKER_ROWS + table.row_count + TABLE_HEAD_ROWS:
@@ -68,39 +65,37 @@ class ProgressPanel:
         yield Group(*parts)
 
     def _frame(self, options: ConsoleOptions) -> Panel:
-        metrics = self.metrics
+        view = self.view
         inner = options.max_width - 4
         head = Table.grid(padding=(0, 2), expand=True)
         for ratio in (None, 1, None, None):
             head.add_column(no_wrap=True, ratio=ratio)
-        done = min(metrics.step / metrics.num_steps, 1.0)
-        bar = ProgressBar(total=metrics.num_steps, completed=min(metrics.step, metrics.num_steps))
+        done = min(view.step / view.num_steps, 1.0)
+        bar = ProgressBar(total=view.num_steps, completed=min(view.step, view.num_steps))
         head.add_row(
-            Text(f"step {metrics.step}/{metrics.num_steps}", "bold"),
+            Text(f"step {view.step}/{view.num_steps}", "bold"),
             bar,
             f"{done:.0%}",
-            f"ETA {format_clock(metrics.remaining_seconds)}{format_end(metrics.remaining_seconds)}",
+            f"ETA {format_clock(view.remaining_seconds)}{format_end(view.remaining_seconds)}",
         )
-        first, pace = format_learning(metrics), format_pace(metrics)
+        first, pace = format_learning(view), format_pace(view)
         spark = sparkline(
-            metrics.rewards[-max(inner - first.cell_len - 2, 0) :],
+            view.rewards[-max(inner - first.cell_len - 2, 0) :],
             blocks=ASCII_BLOCKS if options.ascii_only else BLOCKS,
         )
         lines: list[RenderableType] = [
             head,
             Text.assemble(first, "  ", (spark, "cyan"), no_wrap=True),
             pace,
-            format_outcomes(metrics),
+            format_outcomes(view),
         ]
-        if metrics.phase_ratios:
-            lines.append(
-                draw_phases(metrics.phase_ratios, width=inner, ascii_only=options.ascii_only)
-            )
+        if view.phase_ratios:
+            lines.append(draw_phases(view.phase_ratios, width=inner, ascii_only=options.ascii_only))
         if self.address:
             lines.append(Text(f"watch: {self.address}", "dim", no_wrap=True, overflow="ellipsis"))
         body = Group(*lines)
         title, box = (
-            Text(f"relax run {self.run_id}", "bold"),
+            Text(f"relax run {self.view.run_id}", "bold"),
             ASCII2 if options.ascii_only else ROUNDED,
         )
         return Panel(
@@ -119,7 +114,7 @@ class ProgressPanel:
             table.add_column(
                 name, justify="left" if name in ("worker", "state") else "right", no_wrap=True
             )
-        shown, num_hidden = select_workers(self.workers, room)
+        shown, num_hidden = select_workers(self.view.workers, room)
         for row in shown:
             table.add_row(*(WORKER_COLUMNS[name][1](row) for name in columns))
         if num_hidden:
@@ -128,7 +123,7 @@ class ProgressPanel:
 
     def _engine_table(self, width: int) -> Table | None:
         """Draw the state of the inference engines."""
-        engines = [row for row in self.workers if row.engine]
+        engines = [row for row in self.view.workers if row.engine]
         if not engines:
             return None
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
@@ -147,9 +142,9 @@ class ProgressPanel:
         """Draw the lag in records by role and slot, with the newest version's slot marked; the
         oldest slots are omitted where space is short.
         """
-        if not self.lag:
+        if not self.view.lag:
             return None
-        version = max(self.metrics.policy_version, 0)
+        version = max(self.view.policy_version, 0)
         room = max((width - LAG_NAME_WIDTH) // LAG_COLUMN_WIDTH, 1)
         ages = range(
             min(self.num_slots, room)
@@ -159,14 +154,14 @@ class ProgressPanel:
         table = Table(box=SIMPLE_HEAD, padding=(0, 1), show_edge=False)
         table.add_column("lag in records", no_wrap=True, min_width=LAG_NAME_WIDTH - 2)
         for slot in slots:
-            is_current = slot == current and self.metrics.policy_version >= 0
+            is_current = slot == current and self.view.policy_version >= 0
             mark = (
                 Text(f"slot {slot} *v{version}", "bold green")
                 if is_current
                 else Text(f"slot {slot}")
             )
             table.add_column(mark, justify="right", no_wrap=True)
-        for role, counts in self.lag.items():
+        for role, counts in self.view.lag.items():
             table.add_row(Text(role), *(format_integer(counts.get(slot)) for slot in slots))
         return table
 
@@ -183,39 +178,39 @@ def select_workers(workers: Sequence[WorkerRow], room: int) -> tuple[Sequence[Wo
     return [workers[index] for index in sorted(chosen)], len(workers) - len(chosen)
 
 
-def format_learning(metrics: ProgressMetrics) -> Text:
-    """Return the newest step's learning metrics."""
+def format_learning(view: RunView) -> Text:
+    """Return the newest step's learning view."""
     styles = {"reward": "bold"}
     return Text("  ").join(
         Text.assemble(f"{name} ", (format_decimal(value), styles.get(name, "")))
-        for name, value in metrics.learning_metrics.items()
+        for name, value in view.learning_metrics.items()
     )
 
 
-def format_pace(metrics: ProgressMetrics) -> Text:
+def format_pace(view: RunView) -> Text:
     """Return version, staleness and throughput."""
-    version = metrics.policy_version if metrics.policy_version >= 0 else "-"
+    version = view.policy_version if view.policy_version >= 0 else "-"
     staleness = (
-        f"staleness {format_decimal(metrics.staleness_mean, 2)} max "
-        f"{metrics.staleness_max if metrics.staleness_max is not None else '-'}"
+        f"staleness {format_decimal(view.staleness_mean, 2)} max "
+        f"{view.staleness_max if view.staleness_max is not None else '-'}"
     )
     rates = (
-        f"tokens/s {format_integer(metrics.tokens_per_second)}  samples/s "
-        f"{format_decimal(metrics.samples_per_second)}"
+        f"tokens/s {format_integer(view.tokens_per_second)}  samples/s "
+        f"{format_decimal(view.samples_per_second)}"
     )
     return Text(
         f"policy version {version}  {staleness}  {rates}", no_wrap=True, overflow="ellipsis"
     )
 
 
-def format_outcomes(metrics: ProgressMetrics) -> Text:
+def format_outcomes(view: RunView) -> Text:
     """Return the outcomes of prompt groups, and the lag in records."""
     ended = "  ".join(
-        f"{name} {metrics.outcomes.get(name, 0)}"
+        f"{name} {view.outcomes.get(name, 0)}"
         for name in ("trained", "filtered", "expired", "failed")
     )
     return Text(
-        f"prompt groups: {ended}  lag {metrics.num_lagging}", no_wrap=True, overflow="ellipsis"
+        f"prompt groups: {ended}  lag {view.num_lagging}", no_wrap=True, overflow="ellipsis"
     )
 
 

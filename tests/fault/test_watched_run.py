@@ -89,7 +89,7 @@ def test_run_is_inspected_and_stopped_from_another_shell_and_resumed(
         "running",
         "",
     )
-    assert status["progress"]["step"] >= 2
+    assert status["step"] >= 2
     assert {worker["worker_id"] for worker in status["workers"] if worker["is_healthy"]} == set(
         run.worker_ids
     )

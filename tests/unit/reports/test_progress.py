@@ -12,6 +12,7 @@ from rich.console import Console
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import MetricsReported
 from relax_events.projections.run_state import RunState
+from relax_events.projections.run_view import RunView, WorkerRow, WorkerTable
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.reports.terminal_panel import (
     ProgressPanel,
@@ -19,11 +20,6 @@ from relax_events.reports.terminal_panel import (
     format_clock,
     select_workers,
     sparkline,
-)
-from relax_events.reports.terminal_values import (
-    ProgressMetrics,
-    WorkerRow,
-    WorkerTable,
 )
 from tests.unit.run_events import make_heartbeat, run_config, train_step
 
@@ -48,12 +44,12 @@ def state_of(*steps: float, since: float = 100.0) -> RunState:
     return state
 
 
-def compute_progress(state: RunState, *, num_steps: int = 4) -> ProgressMetrics:
-    return ProgressMetrics.from_state(run_config(num_steps=num_steps), state, lag=LAG)
+def compute_view(state: RunState, *, num_steps: int = 4) -> RunView:
+    return RunView.from_state(run_config(num_steps=num_steps), state, now=0, lag=LAG)
 
 
-def test_progress_metrics_are_computed_from_the_steps() -> None:
-    status = compute_progress(state_of(1.0, 2.0, 5.0), num_steps=7)
+def test_run_view_are_computed_from_the_steps() -> None:
+    status = compute_view(state_of(1.0, 2.0, 5.0), num_steps=7)
     assert (status.step, status.num_steps, status.policy_version, status.num_lagging) == (
         3,
         7,
@@ -68,17 +64,17 @@ def test_progress_metrics_are_computed_from_the_steps() -> None:
     assert status.remaining_seconds == pytest.approx(2.0)  # four steps of half a second
 
 
-def test_progress_metrics_show_only_learning_metrics_of_the_step() -> None:
+def test_run_view_show_only_learning_metrics_of_the_step() -> None:
     state = state_of(1.0)
-    assert list(compute_progress(state).learning_metrics) == ["reward", "loss", "kl"]
+    assert list(compute_view(state).learning_metrics) == ["reward", "loss", "kl"]
     for name in ("reward_mean", "kl_estimate"):
         del state.steps[0].metrics[name]
-    assert compute_progress(state).learning_metrics == {"loss": 0.25}
-    assert list(compute_progress(state_of()).learning_metrics) == ["reward", "loss", "kl"]
+    assert compute_view(state).learning_metrics == {"loss": 0.25}
+    assert list(compute_view(state_of()).learning_metrics) == ["reward", "loss", "kl"]
 
 
-def test_progress_metrics_are_none_before_the_first_step_or_without_reports() -> None:
-    empty = ProgressMetrics.from_state(run_config(), RunState(), lag={})
+def test_run_view_are_none_before_the_first_step_or_without_reports() -> None:
+    empty = RunView.from_state(run_config(), RunState(), now=0)
     assert (
         empty.step,
         empty.reward,
@@ -88,7 +84,7 @@ def test_progress_metrics_are_none_before_the_first_step_or_without_reports() ->
     ) == (0, None, None, None, None)
     state = state_of(1.0)
     state.steps[0].metrics.clear()
-    bare = compute_progress(state)
+    bare = compute_view(state)
     assert (bare.reward, bare.loss, bare.rewards, bare.tokens_per_second) == (None, None, (), None)
 
 
@@ -188,11 +184,8 @@ def sampled(
         for index in range(num_workers)
     ]
     panel = ProgressPanel(
-        run_id="shown",
+        view=replace(compute_view(state_of(1.0, 2.0)), phase_ratios=phases, workers=workers),
         elapsed_seconds=61,
-        metrics=replace(compute_progress(state_of(1.0, 2.0)), phase_ratios=phases),
-        workers=workers,
-        lag=LAG,
         num_slots=num_slots,
         address=address,
     )

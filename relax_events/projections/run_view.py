@@ -1,15 +1,18 @@
-"""The values of the progress display, computed from the run's state: plain values, no terminal."""
+"""The view of a run that `relax status`, the terminal and the page print: plain values, computed
+from the run's state.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.projections.run_state import RunState, max_sample_staleness
+from relax_events.projections.run_status import RunStatus, decide_status
 from relax_events.projections.step_rates import compute_rates
 
 SPARK_STEPS = 40
@@ -17,77 +20,6 @@ SILENT_SECONDS = 5.0
 ENGINE_METRIC = "decoding_samples"
 """A metric that only workers with an inference engine report."""
 MICROS = 1e6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressMetrics:
-    """A run's progress; None where a value is unknown.
-
-    `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
-    the last steps, oldest first. The rates by time, the remaining time and `phase_ratios` come from
-    `compute_rates`.
-    """
-
-    step: int
-    num_steps: int
-    policy_version: int
-    reward: float | None
-    rewards: tuple[float, ...]
-    loss: float | None
-    kl_estimate: float | None
-    staleness_mean: float | None
-    staleness_max: int | None
-    tokens_per_second: float | None
-    samples_per_second: float | None
-    remaining_seconds: float | None
-    outcomes: Mapping[str, int]
-    num_lagging: int
-    phase_ratios: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def learning_metrics(self) -> Mapping[str, float | None]:
-        """Reward, loss and KL by name, without those that the newest step does not have."""
-        named = {"reward": self.reward, "loss": self.loss, "kl": self.kl_estimate}
-        return {name: value for name, value in named.items() if value is not None or not self.step}
-
-    @classmethod
-    def from_state(
-        cls,
-        config: RunConfig,
-        state: RunState,
-        *,
-        lag: Mapping[str, Mapping[int, int]],
-    ) -> ProgressMetrics:
-        """Compute the metrics.
-
-        Args:
-            config: The run's goal.
-            state: The folded control log.
-            lag: Records behind, by role and slot.
-        """
-        newest = state.steps[-1] if state.steps else None
-        metrics = newest.metrics if newest else {}
-        rates = compute_rates(state.steps)
-        rewards = (step.metrics.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
-        return cls(
-            step=state.num_steps,
-            num_steps=config.num_train_steps,
-            policy_version=state.policy_version,
-            reward=metrics.get("reward_mean"),
-            rewards=tuple(reward for reward in rewards if math.isfinite(reward)),
-            loss=metrics.get("loss"),
-            kl_estimate=metrics.get("kl_estimate"),
-            staleness_mean=metrics.get("staleness_mean"),
-            staleness_max=max_sample_staleness(newest) if newest else None,
-            tokens_per_second=rates.tokens_per_second,
-            samples_per_second=rates.samples_per_second,
-            remaining_seconds=max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds
-            if rates.step_seconds is not None
-            else None,
-            outcomes=dict(state.outcomes),
-            num_lagging=sum(count for slots in lag.values() for count in slots.values()),
-            phase_ratios=rates.phase_ratios,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +44,105 @@ class WorkerRow:
     activity: str = ""
     num_restarts: int = 0
     engine: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """A run at one time; None where a value is unknown.
+
+    `reward`, `loss`, `kl_estimate` and the staleness are the newest step's; `rewards` are those of
+    the last steps, oldest first. The rates by time, the remaining time and `phase_ratios` come from
+    `compute_rates`.
+
+    Attributes:
+        reason: Why it ended; empty where it has not.
+        lag: Records behind, by role and slot.
+    """
+
+    run_id: str
+    status: RunStatus
+    reason: str
+    succeeded: bool
+    is_paused: bool
+    step: int
+    num_steps: int
+    policy_version: int
+    reward: float | None
+    rewards: tuple[float, ...]
+    loss: float | None
+    kl_estimate: float | None
+    staleness_mean: float | None
+    staleness_max: int | None
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    remaining_seconds: float | None
+    outcomes: Mapping[str, int]
+    phase_ratios: Mapping[str, float]
+    workers: Sequence[WorkerRow] = ()
+    lag: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    @property
+    def num_lagging(self) -> int:
+        """Records behind, of all roles."""
+        return sum(count for slots in self.lag.values() for count in slots.values())
+
+    @property
+    def learning_metrics(self) -> Mapping[str, float | None]:
+        """Reward, loss and KL by name, without those that the newest step does not have."""
+        named = {"reward": self.reward, "loss": self.loss, "kl": self.kl_estimate}
+        return {name: value for name, value in named.items() if value is not None or not self.step}
+
+    @classmethod
+    def from_state(
+        cls,
+        config: RunConfig,
+        state: RunState,
+        *,
+        now: int,
+        workers: Sequence[WorkerRow] = (),
+        lag: Mapping[str, Mapping[int, int]] | None = None,
+    ) -> RunView:
+        """Compute the view.
+
+        Args:
+            config: The run.
+            state: The folded control log.
+            now: Microseconds since the epoch.
+            workers: Of a `WorkerTable`.
+            lag: Records behind, by role and slot.
+        """
+        newest, ended, rates = (
+            state.steps[-1] if state.steps else None,
+            state.ended,
+            compute_rates(state.steps),
+        )
+        metrics = newest.metrics if newest else {}
+        rewards = (step.metrics.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
+        return cls(
+            run_id=config.run.id,
+            status=decide_status(state, config.workers, now=now),
+            reason=ended.reason if ended else "",
+            succeeded=bool(ended and ended.succeeded),
+            is_paused=state.is_paused,
+            step=state.num_steps,
+            num_steps=config.num_train_steps,
+            policy_version=state.policy_version,
+            reward=state.reward,
+            rewards=tuple(reward for reward in rewards if math.isfinite(reward)),
+            loss=metrics.get("loss"),
+            kl_estimate=metrics.get("kl_estimate"),
+            staleness_mean=metrics.get("staleness_mean"),
+            staleness_max=max_sample_staleness(newest) if newest else None,
+            tokens_per_second=rates.tokens_per_second,
+            samples_per_second=rates.samples_per_second,
+            remaining_seconds=max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds
+            if rates.step_seconds is not None
+            else None,
+            outcomes=dict(state.outcomes),
+            phase_ratios=rates.phase_ratios,
+            workers=workers,
+            lag=lag or {},
+        )
 
 
 class WorkerTable:
