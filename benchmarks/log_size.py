@@ -21,7 +21,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, VersionSegment
 from relax_events.events.types import (
     Event,
-    LogprobsComputed,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -66,7 +66,7 @@ def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
         for entity, evaluator in (("reference.logprobs", "reference"), ("actor.logprobs", "actor")):
             yield (
                 entity,
-                LogprobsComputed(
+                SampleEvaluated(
                     key=ready.key,
                     model_role=evaluator,
                     model_version=0,

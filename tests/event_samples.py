@@ -18,10 +18,10 @@ from relax_events.events.parts import (
     VersionSegment,
 )
 from relax_events.events.types import (
-    LogprobsComputed,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -141,9 +141,9 @@ def evaluated(
     version: int = 0,
     model_role: str = "reference",
     generation: str = "",
-) -> LogprobsComputed:
+) -> SampleEvaluated:
     """Make a sample's log-probabilities by another model."""
-    return LogprobsComputed(
+    return SampleEvaluated(
         key=sample_key(group_id, index, version=version, generation=generation),
         model_role=model_role,
         model_version=0,

@@ -49,8 +49,10 @@ def added(schemas: dict[str, Schema], **default: Any) -> None:
 
 def added_inside(schemas: dict[str, Schema], **default: Any) -> None:
     """Add a field to a type inside of an event."""
-    segment = field(event(schemas, "SampleRolledOut"), "version_segments")["type"]["items"]
-    segment["fields"].append({"name": "seconds", "type": "double", "doc": "New."} | default)
+    segments = field(event(schemas, "SamplesRolledOut"), "version_segments")["type"]["items"]
+    segments["items"]["fields"].append(
+        {"name": "seconds", "type": "double", "doc": "New."} | default
+    )
 
 
 def removed(schemas: dict[str, Schema], name: str) -> None:
@@ -115,7 +117,7 @@ FORBIDDEN: dict[str, tuple[Edit, str, str, str]] = {
     ),
     "field added without a default to a nested type": (
         added_inside,
-        "version_segments[].seconds",
+        "version_segments[][].seconds",
         "current can't read what 0.1.0 wrote: the field is not in the record and has no default",
         "give the field a default",
     ),

@@ -3,7 +3,7 @@ and computes advantages.
 
 Consumes rollout.samples, reward.scores and, as the algorithm needs, reference.logprobs,
 actor.logprobs, critic.values and teacher.logprobs; waits for the last record of a prompt group;
-produces PromptGroupReady, or one PromptGroupEnded, on advantage.samples. The input
+produces SamplesReady, or one PromptGroupEnded, on advantage.samples. The input
 offsets follow the oldest prompt group that is still open.
 """
 
@@ -24,8 +24,8 @@ from relax_events.events.parts import Array, FinishReason, Outcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import (
     Event,
-    LogprobsComputed,
     PolicyVersionPublished,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -165,7 +165,7 @@ class AdvantageLoop:
 
     def _checked(
         self, record: Record, events: Sequence[Event]
-    ) -> Sequence[SampleRolledOut | SampleScored | LogprobsComputed]:
+    ) -> Sequence[SampleRolledOut | SampleScored | SampleEvaluated]:
         """Check that the events may be joined.
 
         Raises:
@@ -175,7 +175,7 @@ class AdvantageLoop:
         entity = self._worker.plan.parse_entity(record.topic)
         for event in events:
             require_allowed_event(entity, event)
-        results = [event for event in events if isinstance(event, SampleScored | LogprobsComputed)]
+        results = [event for event in events if isinstance(event, SampleScored | SampleEvaluated)]
         if len(results) == len(events):
             return results
         samples = check_samples(events)

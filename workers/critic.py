@@ -2,7 +2,7 @@
 trained on the run's own steps.
 
     rollout.samples     ──▶ train on all steps up to the sample's policy version, then predict
-                            ──▶ LogprobsComputed on critic.values
+                            ──▶ SampleEvaluated on critic.values
     control.train-steps ──▶ train on the step, between record batches
 
 So the critic is never older than the policy version that generated the sample; in sync mode both

@@ -1,6 +1,6 @@
 """The reference role: computes every sample's log-probabilities under the reference model.
 
-Consumes rollout.samples, produces LogprobsComputed on reference.logprobs. The reference is the
+Consumes rollout.samples, produces SampleEvaluated on reference.logprobs. The reference is the
 run's first version. With `algorithm.reference_every` it is, for each sample, the newest version
 divisible by it that is not newer than the sample: so it depends on the sample alone, however many
 reference workers there are and whenever they work.

@@ -1,6 +1,6 @@
 """The teacher role: log-probabilities of every sample under a teacher model, for distillation.
 
-Consumes rollout.samples, produces LogprobsComputed on teacher.logprobs: of the sampled tokens and,
+Consumes rollout.samples, produces SampleEvaluated on teacher.logprobs: of the sampled tokens and,
 if the loss needs them, of the top tokens of the teacher or the policy. The logits are divided by
 the sampling temperature, as in the other roles, so teacher and policy are compared under the
 distribution that the tokens were sampled from.

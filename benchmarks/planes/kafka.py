@@ -13,6 +13,7 @@ from benchmarks.planes.samples import copy_of, sample
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import now_micros
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleReady
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
@@ -127,7 +128,9 @@ class KafkaReader:
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
         """See `Reader.get`."""
         records = self._fetch(max_samples, timeout_seconds)
-        events = [self._codec.decode(record.value) for record in records]
+        events = [
+            event for record in records for event in split_samples(self._codec.decode(record.value))
+        ]
         self._consumer.commit(next_offsets(records))
         return [
             Got(event.key.row, event.ready_at) for event in events if isinstance(event, SampleReady)

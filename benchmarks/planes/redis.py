@@ -12,6 +12,7 @@ from benchmarks.planes.protocol import UNDER_WAY, Got
 from benchmarks.planes.samples import copy_of, sample
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import now_micros
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleReady
 
 FIELD = b"sample"
@@ -96,7 +97,11 @@ class RedisReader:
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
         """See `Reader.get`."""
         entries = self._fetch(max_samples, timeout_seconds)
-        events = [self._codec.decode(fields[FIELD]) for _, fields in entries]
+        events = [
+            event
+            for _, fields in entries
+            for event in split_samples(self._codec.decode(fields[FIELD]))
+        ]
         if entries:
             self._client.xack(self._channel, self._group, *(entry for entry, _ in entries))
         return [

@@ -39,19 +39,25 @@ def amplifying_records(num_bytes: int) -> Iterator[RecordAttack]:
         num_bytes: Of each record, roughly.
     """
     segments, lists = avro_list(SEGMENT, num_bytes), avro_list(EMPTY, num_bytes)
-    yield _record("version segments", "SampleRolledOut", "version_segments", segments)
-    yield _record("zeros", "SampleRolledOut", "path_lengths", lists)
-    yield _record("empty media lists", "SampleRolledOut", "path_media", lists)
+    yield _record("version segments", "SamplesRolledOut", "version_segments", _one(segments))
+    yield _record("zeros", "SamplesRolledOut", "path_lengths", _one(lists))
+    yield _record("empty media lists", "SamplesRolledOut", "path_media", _one(lists))
+    yield _record("missing arrays", "SamplesRolledOut", "topk_ids", lists)
     yield _record("empty completions", "PromptGroupIssued", "completions", lists)
-    yield _record("empty components", "PromptGroupScored", "components", lists)
+    yield _record("empty components", "SamplesScored", "components", lists)
     message = b"\x02\x00" + lists + b"\x00"  # one message, without a role
     yield _record(
         "content parts of defaults",
-        "SampleRolledOut",
+        "SamplesRolledOut",
         "messages",
         message,
         left_out=("text", "media"),
     )
+
+
+def _one(item: bytes) -> bytes:
+    """Return an Avro list of one item."""
+    return _long(1) + item + b"\x00"
 
 
 def avro_list(item: bytes, num_bytes: int) -> bytes:

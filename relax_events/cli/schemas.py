@@ -85,7 +85,7 @@ def show(
 ) -> None:
     """Show an event's fields, types, meaning and fingerprint; without a name, list the events.
 
-    Example: relax schemas show SampleRolledOut
+    Example: relax schemas show SamplesRolledOut
 
     Args:
         name: An event, by its short or full name.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import json
-import typing
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -24,6 +23,7 @@ from relax_events.errors import BrokerError, CorruptRecord, SchemaError
 from relax_events.events.bounded_reads import BoundedReads
 from relax_events.events.conversion import Converter, record_reader, record_writer
 from relax_events.events.foreign_schemas import read_published, require_bounded
+from relax_events.events.sample_columns import RECORD_KINDS, join_one
 from relax_events.events.schemas import (
     Schema,
     current_schemas,
@@ -31,7 +31,7 @@ from relax_events.events.schemas import (
     runtime_schema,
     schema_fingerprint,
 )
-from relax_events.events.types import Event
+from relax_events.events.types import Event, Sample
 
 MAGIC = b"\xc3\x01"
 HEADER_BYTES = 10
@@ -110,7 +110,7 @@ class EventCodec:
         self._confirmed: set[int] = set()
         """Schema ids that the registry itself resolved."""
         self.schemas: dict[bytes, Schema] = {}
-        for cls in typing.get_args(Event):
+        for cls in RECORD_KINDS:
             schema = next(
                 schema
                 for name, schema in current.items()
@@ -137,12 +137,14 @@ class EventCodec:
         return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big")
 
     def encode(self, event: Event) -> bytes:
-        """Return the event's bytes.
+        """Return the bytes of a record; a sample's event becomes one of a single sample.
 
         Raises:
             TypeError: A field holds a value that its schema doesn't allow; the text names event and
                 cause.
         """
+        if isinstance(event, Sample):
+            event = join_one(event)
         header, schema, to_record = self._writers[type(event)]
         buffer = io.BytesIO()
         buffer.write(header)
@@ -153,7 +155,8 @@ class EventCodec:
         return buffer.getvalue()
 
     def decode(self, data: bytes | None) -> Event:
-        """Return the event in the bytes; its arrays are views on them.
+        """Return what the bytes hold, samples in columns (`split_samples`); arrays are views on
+        them.
 
         Raises:
             UnknownFingerprint: The writer schema is unknown.

@@ -46,6 +46,8 @@ def _each(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | Non
     """Build the converter of a list from that of its content."""
     if typing.get_origin(kind) is not list or (convert := make(typing.get_args(kind)[0])) is None:
         return None
+    if _optional(typing.get_args(kind)[0]) is not None:
+        return lambda values: [None if value is None else convert(value) for value in values]
     return lambda values: [convert(value) for value in values]
 
 

@@ -9,7 +9,8 @@ epoch, UTC.
 from __future__ import annotations
 
 import time
-from enum import StrEnum
+from enum import Enum, StrEnum
+from typing import Annotated, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,22 @@ from relax_events.events.immutable import immutable
 def now_micros() -> int:
     """Return the time now, in microseconds since the epoch (UTC)."""
     return time.time_ns() // 1000
+
+
+class Column(Enum):
+    """How a record of several samples holds a field that each sample has for itself; a field
+    without a place is one that they share.
+    """
+
+    EACH = "a list"
+    TOKENS = "one sample after the other, in an array along their tokens"
+    PACKED = "an array of numbers"
+
+
+T = TypeVar("T")
+Each = Annotated[T, Column.EACH]
+Tokens = Annotated[T, Column.TOKENS]
+Packed = Annotated[T, Column.PACKED]
 
 
 class FinishReason(StrEnum):
@@ -77,8 +94,11 @@ class ObjectRef:
     """Address of a large object in the object store, and the digest that verifies it."""
 
     uri: str
+    """Address of the object."""
     digest: bytes
+    """SHA-256 of the object's bytes, checked on every read."""
     num_bytes: int
+    """Size of the object."""
 
 
 @immutable(frozen=True, slots=True)
@@ -102,13 +122,21 @@ class MediaRef:
     """An image, an audio file or a video, addressed by content."""
 
     uri: str
+    """Address in the object store or another configured root."""
     digest: bytes
+    """SHA-256 of the encoded media."""
     media_type: str
+    """Internet media type, for example image/png."""
     num_bytes: int
+    """Size of the encoded media."""
     width: int | None = None
+    """Pixels, for images and video."""
     height: int | None = None
+    """Pixels, for images and video."""
     num_frames: int | None = None
+    """Frames of a video, or sample frames of audio."""
     rate_hertz: float | None = None
+    """Frames per second of a video, or samples per second of audio."""
 
     @property
     def extent(self) -> str:
@@ -127,8 +155,11 @@ class ContentPart:
     """A piece of a chat message: text or media."""
 
     kind: Modality
+    """Modality of this part."""
     text: str | None = None
+    """The text, for kind text."""
     media: MediaRef | None = None
+    """The media, for the other kinds."""
 
 
 @immutable(frozen=True, slots=True)
@@ -136,7 +167,9 @@ class ChatMessage:
     """A message of a conversation."""
 
     role: str
+    """system, user, assistant or tool."""
     parts: list[ContentPart]
+    """Content in order."""
 
     @classmethod
     def of_text(cls, role: str, text: str) -> ChatMessage:
@@ -154,29 +187,12 @@ class VersionSegment:
     """A run of generated tokens that came from one policy version."""
 
     policy_version: int
+    """Version of the weights."""
     num_tokens: int
+    """Generated tokens in the run."""
     kept_cache: bool = False
-
-
-@immutable(frozen=True, slots=True, kw_only=True)
-class SampleKey:
-    """Identity of a sample: its prompt group, its policy versions and its generation.
-
-    The rollout role builds it once; every later event about the sample carries the same value.
-    """
-
-    sample_id: str
-    prompt_group_id: str
-    sample_index: int
-    samples_per_prompt: int
-    train_step: int
-    group_index: int
-    attempt: int
-    row: int
-    policy_version: int
-    min_policy_version: int
-    max_policy_version: int
-    generation_digest: str = ""
+    """True when the attention cache was kept from older weights, so that the log-probabilities are
+    approximate."""
 
 
 @immutable(frozen=True, slots=True, kw_only=True)
@@ -184,13 +200,40 @@ class GenerationKey:
     """Identity of one generation of a prompt group: what the keys of its samples have in common."""
 
     prompt_group_id: str
+    """Derived from train step, position and attempt; unique in the run."""
     samples_per_prompt: int
+    """Samples in the prompt group."""
     train_step: int
+    """Step for which the prompt group was issued."""
     group_index: int
+    """Position among the step's prompt groups."""
     attempt: int
+    """Attempt of the prompt group: 0 for the first issue, +1 for each reissue."""
     row: int
+    """Position in the stream of prompts."""
     policy_version: int
+    """Version that owns the sample's slot: the lowest of its prompt group."""
     generation_digest: str = ""
+    """Identifies this generation of the prompt group, as a lapsed lease may cause a second one
+    under the same ids: BLAKE2b-128 (hexadecimal) over the contents of all its samples. Empty when
+    the producer gives none; all such samples count as one generation."""
+
+
+@immutable(frozen=True, slots=True, kw_only=True)
+class SampleKey(GenerationKey):
+    """Identity of a sample: its prompt group, its policy versions and its generation.
+
+    The rollout role builds it once; every later event about the sample carries the same value.
+    """
+
+    sample_id: str
+    """Prompt group id and position in the prompt group, from which readers of records make it."""
+    sample_index: Each[int]
+    """Position in the prompt group."""
+    min_policy_version: Each[int]
+    """Lowest version among this sample's tokens."""
+    max_policy_version: Each[int]
+    """Highest version among this sample's tokens."""
 
 
 class SampleEvent:
@@ -221,8 +264,11 @@ class TopicOffset:
     """A position in the log."""
 
     topic: str
+    """Full topic name."""
     partition: int
+    """Kafka partition."""
     offset: int
+    """Offset of the next record."""
 
 
 @immutable(frozen=True, slots=True)
@@ -230,5 +276,8 @@ class CheckpointRef:
     """A trainer state in the object store."""
 
     policy_version: int
+    """Version whose weights the checkpoint holds."""
     uri: str
+    """Address of the checkpoint's folder."""
     digest: bytes
+    """SHA-256 of the checkpoint's manifest."""

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint, schema_marker
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
 from relax_events.history.altered_batches import verify_altered_log
 from relax_events.kafka.connection import Connection

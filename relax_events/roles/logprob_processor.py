@@ -13,7 +13,7 @@ import structlog
 from relax_events.config import ModelConfig
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
-from relax_events.events.types import LogprobsComputed, SampleRolledOut
+from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.scorer_turns import ScorerTurns
 from relax_events.roles.shared_scorer import CopyingScorer, ScorerShare, SharedScorer
@@ -60,7 +60,7 @@ class LogprobScorer:
             with self._worker.lifecycle.piece("score a part of a record batch"):
                 scores = self.compute_scores(members)
             evaluated = [
-                LogprobsComputed(
+                SampleEvaluated(
                     key=sample.key,
                     model_role=self._model_role,
                     model_version=model_version,

@@ -18,6 +18,7 @@ from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.objects.version_objects import build_version_folder
 from relax_events.runtime.control_follower import RECENT_VERSIONS, FetchWait
 from relax_events.runtime.hosting import current_host
+from relax_events.runtime.record_io import EventT
 from relax_events.runtime.worker import Worker
 from relax_events.session.resume import find_changes, refuse_changes
 from relax_events.telemetry.metrics import ErrorMetrics
@@ -47,7 +48,7 @@ class StoreClaimCheck:
         self.threshold_bytes = claim_check_threshold_bytes
         self._roots = AllowedRoots.for_store(store.uri(""), allowed_roots)
 
-    def check_in(self, event: Event, *, policy_version: int | None) -> Event:
+    def check_in(self, event: EventT, *, policy_version: int | None) -> EventT:
         """Store arrays above the limit with the objects of the version."""
         folder = "" if policy_version is None else build_version_folder(policy_version)
         return check_in(

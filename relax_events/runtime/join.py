@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from relax_events.errors import RewardError
 from relax_events.events.parts import TopicOffset
-from relax_events.events.types import LogprobsComputed, SampleRolledOut, SampleScored
+from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
 from relax_events.kafka.records import Record
 
 Key = tuple[str, int]
@@ -32,7 +32,7 @@ class JoinedGroup:
     generation_digest: str = ""
     samples: dict[str, SampleRolledOut] = field(default_factory=dict)
     scores: dict[str, SampleScored] = field(default_factory=dict)
-    logprobs: dict[str, dict[str, LogprobsComputed]] = field(default_factory=dict)
+    logprobs: dict[str, dict[str, SampleEvaluated]] = field(default_factory=dict)
     failure: str = ""
     records: list[tuple[TopicPartition, int]] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ class PromptGroupJoin:
         return len(self._open)
 
     def add(
-        self, record: Record, events: Sequence[SampleRolledOut | SampleScored | LogprobsComputed]
+        self, record: Record, events: Sequence[SampleRolledOut | SampleScored | SampleEvaluated]
     ) -> JoinedGroup | None:
         """Add the events of a record, all of one generation; return their prompt group if this
         completes it. Duplicates are ignored.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -18,13 +18,12 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import EventCodec, UnknownFingerprint
 from relax_events.events.parts import Outcome
-from relax_events.events.sample_groups import (
+from relax_events.events.sample_columns import (
     MAX_ARRAY_BYTES,
-    SingleEvent,
     join_samples,
     split_samples,
 )
-from relax_events.events.types import Event
+from relax_events.events.types import Event, Sample
 from relax_events.kafka.corruption import CHECKSUM_FAILURE
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
@@ -36,6 +35,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.plan import DEAD_LETTERS
 
 log = structlog.get_logger()
+EventT = TypeVar("EventT", bound=Event)
 UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError, ForeignRecord)
 """Errors that make a record a dead letter."""
 
@@ -49,7 +49,7 @@ class ClaimCheck(Protocol):
     def threshold_bytes(self) -> int:
         """Arrays of more bytes are stored."""
 
-    def check_in(self, event: Event, *, policy_version: int | None) -> Event:
+    def check_in(self, event: EventT, *, policy_version: int | None) -> EventT:
         """Return the event with its large arrays stored with the version's objects; the same event
         if it has none.
         """
@@ -121,10 +121,14 @@ class RecordIO:
             entity, event, key=prompt_group_id, partition=partition, policy_version=policy_version
         )
 
-    def build_for_samples(self, entity: str, events: Sequence[SingleEvent]) -> list[ProducerRecord]:
+    def build_for_samples(self, entity: str, samples: Sequence[Sample]) -> list[ProducerRecord]:
         """Build the records of samples' events for a sample topic: one for neighbours of a prompt
         group, as far as their arrays may lie in one record.
         """
+        stored = [
+            self._claim_check.check_in(sample, policy_version=sample.policy_version)
+            for sample in samples
+        ]
         return [
             self.build_for_sample(
                 entity,
@@ -133,7 +137,7 @@ class RecordIO:
                 policy_version=event.key.policy_version,
             )
             for event in join_samples(
-                events, max_array_bytes=min(MAX_ARRAY_BYTES, self._claim_check.threshold_bytes)
+                stored, max_array_bytes=min(MAX_ARRAY_BYTES, self._claim_check.threshold_bytes)
             )
         ]
 
@@ -186,16 +190,16 @@ class RecordIO:
             )
             return []
         try:
-            return [
-                self.fetch_arrays(event) for event in split_samples(self.decode_value(record.value))
-            ]
+            return self.fetch_samples(self.decode_value(record.value))
         except (CorruptRecord, SchemaError, ObjectError) as error:
             self.dead_letter(record, error)
             return []
 
-    def fetch_arrays(self, event: Event) -> Event:
-        """Return an event with its stored arrays fetched."""
-        return self._claim_check.check_out(event)
+    def fetch_samples(self, event: Event) -> list[Event]:
+        """Return the event of each sample of a decoded record, or its only event, with the stored
+        arrays fetched.
+        """
+        return [self._claim_check.check_out(sample) for sample in split_samples(event)]
 
     def decode_value(self, value: bytes) -> Event:
         """Decode a record's value; for an unknown schema, read control.schemas once, where every

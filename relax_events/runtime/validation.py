@@ -12,7 +12,7 @@ from relax_events.config import AlgorithmConfig
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample
 from relax_events.events.parts import Array, Outcome, StoredArray
 from relax_events.events.routed_experts import ExpertShape
-from relax_events.events.sample_groups import MAX_SAMPLES_PER_PROMPT
+from relax_events.events.sample_columns import MAX_SAMPLES_PER_PROMPT
 from relax_events.events.types import (
     Event,
     PromptGroupEnded,
@@ -132,17 +132,13 @@ def check_samples(events: Sequence[Event]) -> list[SampleRolledOut]:
     return samples
 
 
-def check_ready(event: Event) -> SampleReady:
-    """Check that an event is a ready sample with matching shapes and finite numbers, and return it.
+def check_ready(events: Sequence[Event]) -> list[SampleReady]:
+    """Check that the events of one record are ready samples with matching shapes and finite
+    numbers, and return them.
 
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    return check_ready_samples([event])[0]
-
-
-def check_ready_samples(events: Sequence[Event]) -> list[SampleReady]:
-    """Check the samples of one record as `check_ready` does, and return them."""
     samples: list[SampleReady] = []
     for event in events:
         if not isinstance(event, SampleReady):
@@ -294,11 +290,6 @@ def _check_form(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -
         IssuedGroup.parse(event.prompt_group_id)
     except CorruptRecord as error:
         raise PoisonSample(f"{where}: {error}") from None
-    if event.sample_id != f"{event.prompt_group_id}/{event.key.sample_index}":
-        raise PoisonSample(
-            f"{where}: sample_id must be {event.prompt_group_id}/{event.key.sample_index}, got "
-            f"{event.sample_id}"
-        )
     if (
         not 0
         <= event.policy_version

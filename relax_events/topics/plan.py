@@ -18,19 +18,15 @@ from relax_events.events.types import (
     BroadcastMembership,
     ChangeRequested,
     Event,
-    LogprobsComputed,
     MetricsReported,
     PolicyEvaluated,
     PolicyVersionPublished,
     PrompterStateSaved,
     PromptGroupEnded,
-    PromptGroupEvaluated,
     PromptGroupIssued,
-    PromptGroupReady,
-    PromptGroupRolledOut,
-    PromptGroupScored,
     RunCommanded,
     RunDescribed,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -51,16 +47,16 @@ LOGPROB_TOPICS = {
     "critic": "critic.values",
     "teacher": "teacher.logprobs",
 }
-"""The topic of LogprobsComputed, by the event's `evaluator`."""
+"""The topic of SampleEvaluated, by the event's `evaluator`."""
 SAMPLE_TOPICS = {
-    "rollout.samples": "PromptGroupRolledOut or SampleRolledOut: generated samples",
-    "reward.scores": "PromptGroupScored or SampleScored: rewards of samples",
-    "reference.logprobs": "PromptGroupEvaluated or LogprobsComputed, by the reference model",
-    "actor.logprobs": "PromptGroupEvaluated or LogprobsComputed, by the actor-forward role",
-    "critic.values": "PromptGroupEvaluated or LogprobsComputed, by the critic",
-    "teacher.logprobs": "PromptGroupEvaluated or LogprobsComputed, by the teacher",
+    "rollout.samples": "SamplesRolledOut: generated samples",
+    "reward.scores": "SamplesScored: rewards of samples",
+    "reference.logprobs": "SamplesEvaluated, by the reference model",
+    "actor.logprobs": "SamplesEvaluated, by the actor-forward role",
+    "critic.values": "SamplesEvaluated, by the critic",
+    "teacher.logprobs": "SamplesEvaluated, by the teacher",
     "advantage.samples": (
-        "PromptGroupReady or SampleReady for the trainer, and PromptGroupEnded where the "
+        "SamplesReady for the trainer, and PromptGroupEnded where the "
         "advantage role ends a prompt group; it alone writes here"
     ),
     "prompt.end-requests": (
@@ -359,10 +355,10 @@ NO_RECORDS_NEEDED = 2**62
 
 EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "prompt.groups": (PromptGroupIssued,),
-    "rollout.samples": (PromptGroupRolledOut, SampleRolledOut),
-    "reward.scores": (PromptGroupScored, SampleScored),
-    **dict.fromkeys(LOGPROB_TOPICS.values(), (PromptGroupEvaluated, LogprobsComputed)),
-    TRAINING_SAMPLES: (PromptGroupReady, SampleReady, PromptGroupEnded),
+    "rollout.samples": (SampleRolledOut,),
+    "reward.scores": (SampleScored,),
+    **dict.fromkeys(LOGPROB_TOPICS.values(), (SampleEvaluated,)),
+    TRAINING_SAMPLES: (SampleReady, PromptGroupEnded),
     END_REQUESTS: (PromptGroupEnded,),
     "control.policy-versions": (PolicyVersionPublished,),
     "control.train-steps": (TrainStepCommitted,),
@@ -394,7 +390,7 @@ def belongs_on(entity: str, event: Event) -> bool:
 
     A worker's heartbeats and metrics belong on the topic of its role.
     """
-    if isinstance(event, LogprobsComputed | PromptGroupEvaluated):
+    if isinstance(event, SampleEvaluated):
         return LOGPROB_TOPICS.get(event.model_role) == entity
     if isinstance(event, WorkerHeartbeat | MetricsReported):
         topics = HEARTBEATS if isinstance(event, WorkerHeartbeat) else METRICS

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from relax_events.errors import PoisonSample, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import CheckpointRef
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleReady, SampleRolledOut
 from relax_events.training.backend.protocol import Critic, ValueMetrics
 from relax_events.training.checkpoint.checkpoints import Checkpoints
@@ -233,7 +234,7 @@ def _decode(codec: EventCodec, content: memoryview) -> Iterator[Any]:
     while at < len(content):
         (num_bytes,) = LENGTH.unpack_from(content, at)
         at += LENGTH.size
-        yield codec.decode(bytes(content[at : at + num_bytes]))
+        yield from split_samples(codec.decode(bytes(content[at : at + num_bytes])))
         at += num_bytes
 
 

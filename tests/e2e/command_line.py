@@ -15,7 +15,7 @@ import orjson
 
 from relax_events.config import RunConfig, load_run_config
 from relax_events.events.codec import EventCodec
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader

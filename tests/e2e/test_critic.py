@@ -19,7 +19,7 @@ from command_line import (
 )
 
 from relax_events.algorithms.gae import GroupValues, gae_advantages
-from relax_events.events.types import LogprobsComputed, SampleReady
+from relax_events.events.types import SampleEvaluated, SampleReady
 
 pytestmark = pytest.mark.timeout(300)
 PPO = """
@@ -53,7 +53,7 @@ def test_critic_version_equals_the_policy_version_that_it_scores(ppo_run: Finish
     evaluated = [
         event
         for event in sample_events(ppo_run, "critic.values")
-        if isinstance(event, LogprobsComputed)
+        if isinstance(event, SampleEvaluated)
     ]
     assert len(evaluated) == 3 * 16
     assert {
@@ -78,7 +78,7 @@ def test_advantages_are_computed_from_the_recorded_critic_values(ppo_run: Finish
     values = {
         event.sample_id: event.values
         for event in sample_events(ppo_run, "critic.values")
-        if isinstance(event, LogprobsComputed)
+        if isinstance(event, SampleEvaluated)
     }
     ready = [
         event

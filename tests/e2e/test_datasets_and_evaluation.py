@@ -14,7 +14,7 @@ from command_line import PROMPTS, Relax, log_of, report_of, snapshot_of, write_r
 from pyarrow import parquet as pq
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, PolicyEvaluated, PromptGroupIssued, TrainStepCommitted
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory

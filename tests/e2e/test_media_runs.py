@@ -15,7 +15,7 @@ from command_line import SPREAD_REWARD, Relax, report_of, write_rows
 from relax_events.config import load_run_config
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import (
     Event,
     PromptGroupEnded,

@@ -18,7 +18,7 @@ from confluent_kafka.schema_registry import SchemaRegistryClient
 from java_program import JavaProgram
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.schemas import current_release, schema_directory
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
 from relax_events.kafka.connection import Connection

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from command_line import FinishedRun, report_of, run_on_policy, sample_events
 
-from relax_events.events.types import LogprobsComputed, SampleReady
+from relax_events.events.types import SampleEvaluated, SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.topics import TopicPlan
 from relax_events.weights.artifact_writer import stored_versions
@@ -45,7 +45,7 @@ def test_reference_of_a_sample_is_the_newest_refreshed_version(run: FinishedRun)
     scored = [
         event
         for event in sample_events(run, "reference.logprobs")
-        if isinstance(event, LogprobsComputed)
+        if isinstance(event, SampleEvaluated)
     ]
     assert len(scored) == NUM_STEPS * 16
     assert {(event.policy_version, event.model_version) for event in scored} == {

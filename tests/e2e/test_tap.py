@@ -155,13 +155,13 @@ def test_records_decoded_by_hand_match_the_project_codec(
             tapped[type(ours).__name__].append(theirs)
     assert tapped.keys() >= {
         "PromptGroupIssued",
-        "PromptGroupScored",
-        "PromptGroupReady",
+        "SamplesScored",
+        "SamplesReady",
         "PolicyVersionPublished",
         "TrainStepCommitted",
     }
     assert tapped.keys() >= {"PromptGroupEnded", "RunCommanded", "WorkerHeartbeat"}
-    groups = tapped["PromptGroupRolledOut"]
+    groups = tapped["SamplesRolledOut"]
     assert sum(len(group["sample_index"]) for group in groups) >= 16
     for group in groups:
         check_numbers(group)

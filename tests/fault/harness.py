@@ -26,7 +26,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, WorkerState
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection

@@ -11,7 +11,7 @@ from typing import Any
 from relax_events import cli
 from relax_events.events import codec
 
-CHANGED = ("relax.events.sample.SampleScored", "relax.events.sample.PromptGroupScored")
+CHANGED = "relax.events.sample.SamplesScored"
 CAME_LATER = ("reward_digest", "seconds")
 TO_COME = {
     "name": "judge",
@@ -37,7 +37,7 @@ def main() -> None:
     """Set that release's schemas in the codec, and run `relax`."""
     release, *arguments = sys.argv[1:]
     schemas = dict(codec.current_schemas())
-    schemas |= {name: of_release(release, schemas[name]) for name in CHANGED}
+    schemas[CHANGED] = of_release(release, schemas[CHANGED])
     codec.current_schemas = lambda: schemas
     sys.argv = ["relax", *arguments]
     cli.main()

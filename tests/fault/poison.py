@@ -15,7 +15,8 @@ from event_samples import ready, rolled_out
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ObjectRef, StoredArray
-from relax_events.events.types import Event
+from relax_events.events.sample_columns import join_one
+from relax_events.events.types import Sample
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.topics import TopicPlan
@@ -26,17 +27,18 @@ OVERSIZE_BYTES = 17 * 1024**2  # topics take 16 MiB
 NAN = np.array([0, 0, np.nan, -0.25], np.float32)
 
 
-def with_shape(event: Event, field: str, shape: list[int]) -> bytes:
+def with_shape(event: Sample, field: str, shape: list[int]) -> bytes:
     """Encode an event with an array of a wrong shape, which our own code refuses to write."""
-    header, schema, to_record = CODEC._writers[type(event)]
-    record = to_record(event)
+    columns = join_one(event)
+    header, schema, to_record = CODEC._writers[type(columns)]
+    record = to_record(columns)
     record[field] = {**record[field], "shape": shape}
     buffer = io.BytesIO()
     fastavro.schemaless_writer(buffer, schema, record)
     return header + buffer.getvalue()
 
 
-def poisoned(event: Event) -> Iterator[tuple[str, bytes]]:
+def poisoned(event: Sample) -> Iterator[tuple[str, bytes]]:
     """Yield bytes that no worker can use, with the class of error that each deserves."""
     whole = CODEC.encode(event)
     yield CorruptRecord.__name__, b"garbage"

@@ -12,7 +12,7 @@ from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 
 from relax_events.deadline import Deadline
 from relax_events.events.codec import EventCodec
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleScored
 from relax_events.kafka.consumer import SubscribedConsumer
 

@@ -13,7 +13,7 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances, failpoint_marker
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleScored
 from relax_events.runtime.failpoints import marks_folder
 

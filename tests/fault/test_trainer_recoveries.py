@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from harness import FaultRun, assert_ledger_balances
 
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 
 STEPS = 8
 REFUSED = "000001-0001-0"

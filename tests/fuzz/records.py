@@ -18,7 +18,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, ObjectError, PoisonSample, SchemaError
 from relax_events.events.codec import HEADER_BYTES, MAGIC, EventCodec
 from relax_events.events.parts import ObjectRef, StoredArray
-from relax_events.events.sample_groups import join_samples, split_samples
+from relax_events.events.sample_columns import join_samples, split_samples
 from relax_events.events.types import Event, RunDescribed, SampleRolledOut
 from relax_events.kafka.records import Record
 from relax_events.objects.claim_check import check_out
@@ -44,6 +44,7 @@ EVENTS: list[Event] = [
     event_samples.issued(),
     event_samples.rolled_out(),
     event_samples.scored(),
+    event_samples.evaluated(),
     event_samples.ended(),
     event_samples.ready(),
     *join_samples([event_samples.rolled_out(index=index) for index in (0, 1)]),
@@ -127,7 +128,7 @@ def decode(data: bytes) -> None:
         may_end = partial(check_ended, allowed=allowed_outcomes("prompt.end-requests"))
         checks: dict[str, Any] = {
             "SampleRolledOut": lambda event: check_samples([event]),
-            "SampleReady": check_ready,
+            "SampleReady": lambda event: check_ready([event]),
             "PromptGroupIssued": check_issued,
             "PromptGroupEnded": may_end,
         }
@@ -238,7 +239,7 @@ def claim(data: bytes) -> None:
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return
     with suppress(ObjectError, CorruptRecord):
-        event = CODEC.decode(_encoded(event_samples.rolled_out(tokens=stored)))
+        (event,) = split_samples(CODEC.decode(_encoded(event_samples.rolled_out(tokens=stored))))
         assert isinstance(event, SampleRolledOut)
         check_out(event, store)
 

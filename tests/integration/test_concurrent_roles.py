@@ -15,7 +15,7 @@ from event_samples import rolled_out, scored
 
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection

@@ -25,6 +25,7 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, Outcome, StoredArray, WorkerState
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import (
     Event,
     MetricsReported,
@@ -558,7 +559,7 @@ def test_large_arrays_travel_by_reference(worker: Worker) -> None:
         rollout_logprobs=np.zeros(1000, np.float32),
     )
     out = worker.records.build("rollout.samples", sample)
-    plain = CODEC.decode(out.value)
+    (plain,) = split_samples(CODEC.decode(out.value))
     assert isinstance(plain, SampleRolledOut)
     assert isinstance(plain.tokens, StoredArray)
     assert not isinstance(plain.loss_mask, StoredArray)

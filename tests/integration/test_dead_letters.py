@@ -22,7 +22,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, CorruptRecord, PoisonSample, RelaxError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, TopicOffset
-from relax_events.events.types import PromptGroupEnded, PromptGroupReady, SampleReady
+from relax_events.events.types import PromptGroupEnded, SampleColumns, SampleReady
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
@@ -359,7 +359,7 @@ def test_requeued_records_of_a_prompt_group_that_ended_are_harmless(
     events = [
         EventCodec().decode(record.value) for record in records_of(written, "advantage.samples")
     ]
-    again = [event for event in events if not isinstance(event, PromptGroupReady)]
+    again = [event for event in events if not isinstance(event, SampleColumns)]
     assert len(events) - len(again) == made, "nothing is made twice"
     assert {event.outcome for event in again if isinstance(event, PromptGroupEnded)} <= {
         Outcome.EXPIRED

@@ -16,7 +16,7 @@ from relax_events.config import RunConfig
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, PromptGroupEnded, SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.leases import Lease

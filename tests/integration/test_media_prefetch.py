@@ -17,7 +17,7 @@ from event_samples import issued
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import MediaRef, Outcome
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader

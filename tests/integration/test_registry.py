@@ -119,7 +119,7 @@ def test_both_record_framings_are_readable_with_and_without_registry(registry: R
 def test_registry_resolves_a_schema_id_that_a_forged_schema_claimed_first(
     registry: Registry,
 ) -> None:
-    valid, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SampleScored"])
+    valid, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SamplesScored"])
     valid["fields"] = [
         *valid["fields"],
         {"name": "judge", "type": "string", "doc": "New.", "default": ""},
@@ -150,7 +150,7 @@ def test_schema_with_two_ids_is_published_with_both() -> None:
         match=r"registry id 11 stands for schema .* and for .*; a run keeps to one schema registry",
     ):
         codec.learn(
-            json.dumps(SCHEMAS["relax.events.sample.SampleScored"] | {"registry_schema_ids": [11]})
+            json.dumps(SCHEMAS["relax.events.sample.SamplesScored"] | {"registry_schema_ids": [11]})
         )
 
 

@@ -18,8 +18,8 @@ from event_samples import evaluated, published, rolled_out
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import TopicOffset
-from relax_events.events.sample_groups import split_samples
-from relax_events.events.types import LogprobsComputed, PromptGroupEnded, SampleRolledOut
+from relax_events.events.sample_columns import split_samples
+from relax_events.events.types import PromptGroupEnded, SampleEvaluated, SampleRolledOut
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -167,7 +167,7 @@ def test_role_answers_every_sample_in_its_partition_and_commits(
         for record in read(connection, plan, "reference.logprobs")
         for event in split_samples(CODEC.decode(record.value))
     ]
-    assert {answer.sample_id for answer in answers if isinstance(answer, LogprobsComputed)} == {
+    assert {answer.sample_id for answer in answers if isinstance(answer, SampleEvaluated)} == {
         sample.sample_id for sample in samples
     }
     assert {record.partition for record in read(connection, plan, "reference.logprobs")} == {0, 1}

@@ -374,8 +374,8 @@ def test_tail_starts_at_a_version_and_shows_unreadable_records(
             (item.event, item.record.offset, item.fields.get("key", {}).get("policy_version"))
             for item in found
         ] == [
-            ("SampleRolledOut", 2, 4),
-            ("SampleRolledOut", 3, 4),
+            ("SamplesRolledOut", 2, 4),
+            ("SamplesRolledOut", 3, 4),
             ("unreadable", 4, None),
         ]
         assert found[0].fields["tokens"] == [5, 6, 7, 8]

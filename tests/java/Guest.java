@@ -42,9 +42,18 @@ public final class Guest {
 
   private static final Duration POLL = Duration.ofMillis(500);
 
-  /** The event of one sample, by the event of several samples of a prompt group. */
+  /** What is printed for each sample of a record, by the record's event. */
   private static final Map<String, String> ONE_SAMPLE =
-      Map.of("PromptGroupRolledOut", "SampleRolledOut", "PromptGroupScored", "SampleScored");
+      Map.of("SamplesRolledOut", "SampleRolledOut", "SamplesScored", "SampleScored");
+
+  /** Fields of a record that belong to the keys of its samples. */
+  private static final Set<String> OF_KEY = Set.of("sample_index", "min_policy_version", "max_policy_version");
+
+  /** The list that the samples of a record share; every other one has an element for each of them. */
+  private static final String SHARED_LIST = "messages";
+
+  /** The array that has a number for each sample; every other one lies along their tokens. */
+  private static final String NUMBERS = "seconds";
 
   private final String bootstrapServers;
   private final String prefix;
@@ -64,8 +73,8 @@ public final class Guest {
   public static void main(String[] arguments) throws Exception {
     Guest guest = new Guest(arguments[0], arguments[1], Duration.ofSeconds(Long.parseLong(arguments[2])));
     List<String> prompts = List.of(arguments).subList(4, arguments.length);
-    guest.learnSchemas(Set.of("PromptGroupIssued", "PolicyVersionPublished", "SampleRolledOut", "PromptGroupRolledOut",
-        "SampleScored", "PromptGroupScored", "PromptGroupEnded"));
+    guest.learnSchemas(Set.of("PromptGroupIssued", "PolicyVersionPublished", "SamplesRolledOut", "SamplesScored",
+        "PromptGroupEnded"));
     long version = guest.newestVersion();
     int samplesPerPrompt = Integer.parseInt(arguments[3]);
     Set<String> ids = guest.issue(prompts, version, samplesPerPrompt);
@@ -170,50 +179,52 @@ public final class Guest {
     }
   }
 
-  /** Takes an event of several samples apart, into what the event of each sample would hold. */
-  private List<Map<String, Object>> samples(String kind, GenericRecord group) {
-    Schema one = schemas.get(ONE_SAMPLE.get(kind));
+  /** Takes a record of samples apart, into what each sample has. */
+  private List<Map<String, Object>> samples(String kind, GenericRecord columns) {
     List<Map<String, Object>> samples = new ArrayList<>();
-    int count = ((Collection<?>) group.get("sample_index")).size();
+    int count = ((Collection<?>) columns.get("sample_index")).size();
     int begin = 0;
     for (int index = 0; index < count; index++) {
-      int length = group.hasField("lengths") ? numbers((GenericRecord) group.get("lengths")).get(index).intValue() : 0;
+      int length = columns.hasField("lengths") ? numbers((GenericRecord) columns.get("lengths")).get(index).intValue() : 0;
       Map<String, Object> sample = new LinkedHashMap<>();
-      sample.put("event", one.getName());
-      for (Schema.Field field : one.getFields()) {
-        sample.put(field.name(), valueOf(field, group, index, begin, begin + length));
+      Map<String, Object> key = line("SampleKey", (GenericRecord) columns.get("key"));
+      sample.put("event", ONE_SAMPLE.get(kind));
+      for (Schema.Field field : columns.getSchema().getFields()) {
+        if (!Set.of("key", "lengths").contains(field.name())) {
+          (OF_KEY.contains(field.name()) ? key : sample).put(field.name(), valueOf(field, columns, index, begin, begin + length));
+        }
       }
+      key.put("sample_id", key.get("prompt_group_id") + "/" + key.get("sample_index"));
+      sample.put("key", key);
       samples.add(sample);
       begin += length;
     }
     return samples;
   }
 
-  /** Returns a field of one sample: from begin to end in an array of tokens, at index in a list or in an array of numbers. */
-  private Object valueOf(Schema.Field field, GenericRecord group, int index, int begin, int end) {
-    if (field.name().equals("key")) {
-      GenericRecord shared = (GenericRecord) group.get("key");
-      Map<String, Object> key = line("SampleKey", shared);
-      for (Schema.Field own : field.schema().getFields()) {
-        if (group.hasField(own.name())) {
-          key.put(own.name(), elementAt(group.get(own.name()), index));
-        }
-      }
-      key.put("sample_id", shared.get("prompt_group_id") + "/" + key.get("sample_index"));
-      return key;
-    }
-    Object value = group.hasField(field.name()) ? group.get(field.name()) : null;
-    boolean isEmpty = value == null || value instanceof Collection<?> items && items.isEmpty();
-    if (isEmpty && field.hasDefaultValue()) {
-      return plain(GenericData.get().getDefaultValue(field));
+  /** Returns a field of one sample: from begin to end in an array along the tokens, at index in a list or in an array of numbers. */
+  private Object valueOf(Schema.Field field, GenericRecord columns, int index, int begin, int end) {
+    Object value = columns.get(field.name());
+    if (field.name().equals(NUMBERS)) {
+      return value == null ? 0.0 : numbers((GenericRecord) value).get(index);
     }
     if (value instanceof GenericRecord tensor && tensor.getSchema().getName().equals("PackedTensor")) {
-      boolean isOfTokens = !field.schema().getType().equals(Schema.Type.DOUBLE);
-      return isOfTokens ? numbers(tensor).subList(begin, end) : numbers(tensor).get(index);
+      return numbers(tensor).subList(begin, end);
     }
-    Schema kind = group.getSchema().getField(field.name()).schema();
-    boolean isOfEach = kind.getType().equals(Schema.Type.ARRAY) && kind.getElementType().equals(field.schema());
-    return isOfEach ? elementAt(value, index) : plain(value);
+    if (!(value instanceof List<?> values) || field.name().equals(SHARED_LIST)) {
+      return plain(value);
+    }
+    return values.isEmpty() ? nothing(field.schema().getElementType()) : elementAt(values, index);
+  }
+
+  /** Returns what all samples have where a list has no elements: the empty value of its type. */
+  private static Object nothing(Schema type) {
+    return switch (type.getType()) {
+      case ARRAY -> List.of();
+      case MAP -> Map.of();
+      case STRING -> "";
+      default -> null;
+    };
   }
 
   private Object elementAt(Object values, int index) {

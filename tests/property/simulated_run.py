@@ -36,7 +36,7 @@ from relax_events.data.rows import PromptRow
 from relax_events.errors import BrokerError, CorruptRecord, PoisonSample, SchemaError, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, TopicOffset
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,

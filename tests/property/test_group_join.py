@@ -12,11 +12,11 @@ from event_samples import evaluated, rolled_out, scored
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.events.types import LogprobsComputed, SampleRolledOut, SampleScored
+from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
 from relax_events.kafka.records import Record
 from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
 
-Sample = SampleRolledOut | SampleScored | LogprobsComputed
+Sample = SampleRolledOut | SampleScored | SampleEvaluated
 LOGPROB_ROLES = frozenset({"reference", "actor"})
 KEYS = [("000000-0000-0", 0), ("000000-0001-0", 0), ("000000-0001-0", 1), ("000001-0000-0", 1)]
 

@@ -200,7 +200,7 @@ def test_record_of_a_past_release_decodes_to_the_current_event(
 @settings(max_examples=25)
 def test_allowed_change_is_read_both_ways(change: str, data: st.DataObject) -> None:
     evolved = changed(ALLOWED[change])
-    for name in ("relax.events.sample.PromptGroupEnded", "relax.events.sample.SampleRolledOut"):
+    for name in ("relax.events.sample.PromptGroupEnded", "relax.events.sample.SamplesRolledOut"):
         if evolved.schemas[name] != CURRENT.schemas[name]:
             check_reading(data, CURRENT.schemas[name], evolved.schemas[name])
             check_reading(data, evolved.schemas[name], CURRENT.schemas[name])

@@ -15,9 +15,9 @@ from relax_events.data.sources import is_generated, named_sources, open_source
 from relax_events.data.stream import PromptOrder
 from relax_events.errors import ConfigError
 from relax_events.events.types import (
-    LogprobsComputed,
     PromptGroupEnded,
     PromptGroupIssued,
+    SampleEvaluated,
     SampleReady,
     SampleScored,
     TrainStepCommitted,
@@ -138,7 +138,7 @@ def _scoring_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
     if scored is not None:
         yield scored_stage(scored)
     for entity in LOGPROB_TOPICS.values():
-        evaluated = next(read_sample_events(log, sample, entity, LogprobsComputed), None)
+        evaluated = next(read_sample_events(log, sample, entity, SampleEvaluated), None)
         if evaluated is not None:
             facts = {
                 "model_role": evaluated.event.model_role,

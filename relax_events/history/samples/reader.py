@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.types import (
-    LogprobsComputed,
     PolicyVersionPublished,
     PromptGroupEnded,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -30,7 +30,7 @@ VERSIONS_AT_ONCE = 32
 """Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it
 is."""
 
-OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, LogprobsComputed, SampleReady)
+OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, SampleEvaluated, SampleReady)
 Scores = dict[TrajectoryKey, SampleScored]
 
 

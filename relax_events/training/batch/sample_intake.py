@@ -24,7 +24,6 @@ from relax_events.objects.store import list_media
 from relax_events.runtime.validation import (
     check_ended,
     check_ready,
-    check_ready_samples,
     check_trainable,
     needed_fields,
     require_allowed_event,
@@ -123,7 +122,7 @@ class SampleIntake:
             ended = check_ended(first, allowed=allowed_outcomes(entity))
             self._terms.check_shard(record, ended.prompt_group_id)
             return [ended]
-        samples = check_ready_samples(events)
+        samples = check_ready(events)
         self.require_trainable(*samples)
         return samples
 
@@ -169,9 +168,8 @@ class SampleIntake:
         trainable.
         """
         records = self._worker.records
-        return LocatedSample(
-            check_ready(records.fetch_arrays(records.decode_value(value))), *position
-        )
+        (sample,) = check_ready(records.fetch_samples(records.decode_value(value)))
+        return LocatedSample(sample, *position)
 
     def reject(self, locations: list[tuple[int, int]], error: RelaxError) -> None:
         """Write records that were read before to the dead letters."""

@@ -20,6 +20,7 @@ from relax_events.errors import (
 )
 from relax_events.events.codec import UnknownFingerprint
 from relax_events.events.generations import TrajectoryKey
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, TrainStepCommitted
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
@@ -68,9 +69,9 @@ class ParentDecoder:
             self._codec = self._source.codec()
         return self._codec.decode(record.value)
 
-    def decode_with_arrays(self, record: Record) -> Event:
-        """Return the event with its stored arrays fetched."""
-        return check_out(self.decode(record), self._store)
+    def decode_samples(self, record: Record) -> list[Event]:
+        """Return the event of each sample, with its stored arrays fetched."""
+        return [check_out(event, self._store) for event in split_samples(self.decode(record))]
 
 
 def open_recorded_batches(worker: Worker, source: ParentRun, ranks: Ranks) -> RecordedBatches:
@@ -95,7 +96,7 @@ def open_recorded_batches(worker: Worker, source: ParentRun, ranks: Ranks) -> Re
     elif needs_new_advantages(recorded, config.algorithm):
         relabel = AdvantageRelabeller(config.algorithm, max_new_tokens=max_new_tokens)
     return RecordedBatches(
-        worker, ranks, decode=ParentDecoder(source).decode_with_arrays, relabel=relabel
+        worker, ranks, decode=ParentDecoder(source).decode_samples, relabel=relabel
     )
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from relax_events.errors import CorruptRecord, ObjectError, PoisonSample, RunFailed, SchemaError
-from relax_events.events.sample_groups import split_samples
 from relax_events.events.types import Event, SampleReady, TrainStepCommitted
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
-from relax_events.runtime.validation import check_ready_samples
+from relax_events.runtime.validation import check_ready
 from relax_events.runtime.worker import Worker
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.ranks import Ranks
@@ -26,6 +25,7 @@ MAX_STEPS_AT_ONCE = 16
 MAX_BYTES_AT_ONCE = 1 << 30
 """Encoded records that are read ahead, unless a single step has more."""
 Decode = Callable[[Record], Event]
+DecodeSamples = Callable[[Record], Sequence[Event]]
 Relabel = Callable[[list[LocatedSample]], list[LocatedSample]]
 
 
@@ -88,7 +88,7 @@ class RecordedBatches:
     Args:
         worker: Of the trainer; its plan says on which topic the samples lie.
         ranks: This process and its peers.
-        decode: Turns a record into its event, arrays fetched; by default as the worker does.
+        decode: Turns a record into its samples, arrays fetched; by default as the worker does.
         relabel: Replaces the recorded rewards and advantages; called with whole prompt groups.
     """
 
@@ -97,13 +97,14 @@ class RecordedBatches:
         worker: Worker,
         ranks: Ranks,
         *,
-        decode: Decode | None = None,
+        decode: DecodeSamples | None = None,
         relabel: Relabel | None = None,
     ) -> None:
         self._ranks = ranks
         self._topic = worker.plan.topic("advantage.samples")
-        self._decode: Decode = decode or (
-            lambda record: worker.records.fetch_arrays(worker.records.codec.decode(record.value))
+        records = worker.records
+        self._decode: DecodeSamples = decode or (
+            lambda record: records.fetch_samples(records.codec.decode(record.value))
         )
         self._relabel = relabel
 
@@ -186,7 +187,7 @@ class RecordedBatches:
     def _decode_record(self, record: Record, sample_id: str) -> dict[str, SampleReady]:
         """Return the samples of a record by their ids."""
         try:
-            ready = check_ready_samples(split_samples(self._decode(record)))
+            ready = check_ready(self._decode(record))
         except (CorruptRecord, SchemaError, ObjectError, PoisonSample) as error:
             raise RunFailed(
                 f"{record.location} held sample {sample_id} when it was trained, and can't be read "

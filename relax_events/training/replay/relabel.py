@@ -17,7 +17,7 @@ from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaE
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, trajectory_of
 from relax_events.events.parts import FinishReason
-from relax_events.events.sample_groups import split_samples
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
 from relax_events.kafka.log_reader import LogReader

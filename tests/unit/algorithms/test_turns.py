@@ -19,10 +19,6 @@ from relax_events.algorithms.gae import (
 )
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
-from relax_events.events.codec import EventCodec
-from relax_events.events.compatibility import compare
-from relax_events.events.schemas import current_schemas
-from relax_events.events.types import SampleScored
 from relax_events.rewards.scores import Score, parse_score
 from relax_events.rewards.scoring import build_reward_item, build_sample_scored
 from relax_events.training.batch.assembly import LocatedSample
@@ -336,41 +332,6 @@ def test_score_with_wrong_number_of_turn_rewards_is_a_failure() -> None:
         np.asarray(scored.token_rewards).tolist(),
     ) == ([1.0], [0.0, 0.5])
     assert np.asarray(build_reward_item(one).token_ids).tolist() == [7, 8]
-
-
-def test_turn_rewards_are_schema_compatible_with_older_releases(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scored = build_sample_scored(
-        rolled_out(),
-        Score(1.5, {}, turn_rewards=(1.0,), token_rewards=(0.0, 0.5)),
-        reward_name="mine",
-        reward_digest="d",
-    )
-    name, now = "relax.events.sample.SampleScored", EventCodec()
-    newer = current_schemas()[name]
-    older = newer | {
-        "fields": [
-            field
-            for field in newer["fields"]
-            if field["name"] not in ("turn_rewards", "token_rewards")
-        ]
-    }
-    assert compare(older, newer, old="older", new="newer") == []
-    monkeypatch.setattr(
-        "relax_events.events.codec.current_schemas", lambda: dict(current_schemas()) | {name: older}
-    )
-    before = EventCodec()
-    for schema in before.published_form().values():
-        now.learn(schema)
-    again, read = now.decode(now.encode(scored)), now.decode(before.encode(scored))
-    assert isinstance(again, SampleScored)
-    assert isinstance(read, SampleScored)
-    assert (np.asarray(again.turn_rewards).tolist(), np.asarray(again.token_rewards).tolist()) == (
-        [1.0],
-        [0.0, 0.5],
-    )
-    assert (read.reward, read.turn_rewards, read.token_rewards) == (1.5, None, None)
 
 
 def test_relabelling_uses_recorded_turn_rewards_or_those_of_a_rescoring() -> None:

@@ -11,6 +11,7 @@ from relax_events.attacks.records import RecordAttack, amplifying_records
 from relax_events.errors import CorruptRecord
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import VersionSegment
+from relax_events.events.sample_columns import split_samples
 
 MIB = 1024**2
 ATTACKS = list(amplifying_records(3 * MIB))
@@ -43,5 +44,5 @@ def test_train_step_of_many_samples_is_read() -> None:
 def test_sample_of_many_policy_versions_is_read() -> None:
     segments = [VersionSegment(version, 1) for version in range(5_000)]
     codec = EventCodec()
-    decoded = codec.decode(codec.encode(rolled_out(version_segments=segments)))
+    (decoded,) = split_samples(codec.decode(codec.encode(rolled_out(version_segments=segments))))
     assert decoded.version_segments == segments  # type: ignore[union-attr]

@@ -94,7 +94,7 @@ def test_error_for_unknown_release_or_event_lists_the_known_ones(folder: Path) -
         match=r"there is no release '1\.0\.0'; released are 0\.9\.0, 0\.10\.0, and 'current' names",
     ):
         find_release(folder, "1.0.0")
-    with pytest.raises(ConfigError, match=r"0\.9\.0 has no event 'Sample'; it has .*SampleReady"):
+    with pytest.raises(ConfigError, match=r"0\.9\.0 has no event 'Sample'; it has .*SamplesReady"):
         find_release(folder, "0.9.0").find("Sample")
 
 
@@ -147,16 +147,17 @@ def test_reordered_fields_are_reported_as_a_change() -> None:
 def test_nested_fields_are_shown_by_their_path() -> None:
     rows = {
         row.path: row
-        for row in field_rows(current_release(schema_directory()).find("SampleRolledOut"))
+        for row in field_rows(current_release(schema_directory()).find("SamplesRolledOut"))
     }
-    assert rows["version_segments"].type == "array of VersionSegment"
+    assert rows["version_segments"].type == "array of array of VersionSegment"
     assert (
-        rows["version_segments[].kept_cache"].type,
-        rows["version_segments[].kept_cache"].default,
+        rows["version_segments[][].kept_cache"].type,
+        rows["version_segments[][].kept_cache"].default,
     ) == ("boolean", "false")
-    assert rows["tokens.reference.digest"].type == "Sha256 (32 bytes)"
+    assert rows["lengths.reference.digest"].type == "Sha256 (32 bytes)"
     assert rows["messages[].parts[].media.digest"].doc == "SHA-256 of the encoded media."
-    assert rows["rolled_out_at"].logical_type == "timestamp-micros"
+    *_, issued_at = field_rows(current_release(schema_directory()).find("PromptGroupIssued"))
+    assert (issued_at.path, issued_at.logical_type) == ("issued_at", "timestamp-micros")
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -249,18 +250,18 @@ def test_release_of_a_breaking_change_is_refused(folder: Path) -> None:
 def test_show_gives_fingerprint_fields_and_the_whole_schema(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out = run(capsys, "schemas", "show", "SampleScored", "--output", "json")
+    code, out = run(capsys, "schemas", "show", "SamplesScored", "--output", "json")
     shown = json.loads(out)
     assert code == 0
-    assert shown["schema"] == current_release(schema_directory()).find("SampleScored")
+    assert shown["schema"] == current_release(schema_directory()).find("SamplesScored")
     assert [row["path"] for row in shown["fields"]][:3] == [
         "key",
-        "key.sample_id",
         "key.prompt_group_id",
+        "key.samples_per_prompt",
     ]
     assert len(shown["fingerprint"]) == 16
     _, listed = run(capsys, "schemas", "show")
-    assert ["relax.events.sample.SampleScored", shown["fingerprint"]] in [
+    assert ["relax.events.sample.SamplesScored", shown["fingerprint"]] in [
         line.split()[:2] for line in listed.splitlines()
     ]
 

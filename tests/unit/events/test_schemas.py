@@ -3,12 +3,15 @@ library, named by CRC-64."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 import struct
 import types
 import typing
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 import avro.schema
@@ -16,15 +19,17 @@ import pytest
 
 from relax_events.events import parts
 from relax_events.events import types as event_types
-from relax_events.events.parts import Array
+from relax_events.events.parts import Array, Column
+from relax_events.events.sample_columns import RECORD_KINDS
 from relax_events.events.schemas import (
     Schema,
     current_schemas,
+    event_schemas,
     name_of,
     schema_directory,
     schema_fingerprint,
 )
-from relax_events.events.types import Event
+from relax_events.events.types import Sample, SampleColumns
 
 SCHEMAS = current_schemas()
 MODULES = (parts, event_types)
@@ -33,8 +38,11 @@ CLASSES = {
     for module in MODULES
     for cls in vars(module).values()
     if isinstance(cls, type) and cls.__module__ == module.__name__
-}
+} | {cls.__name__: cls for cls in RECORD_KINDS}
+SAMPLES = {cls.__name__.replace("Sample", "Samples"): cls for cls in typing.get_args(Sample)}
+"""What a sample of a record is, by the record's event."""
 PLAIN = {str: "string", float: "double", bool: "boolean", bytes: "Sha256"}
+LENGTHS_TEXT = "int32 [num_samples]: tokens of each sample."
 EMPTY_64 = 0xC15D213AA4D7A795
 
 
@@ -131,8 +139,8 @@ def plain_type(node: Any) -> Any:
 
 
 def test_every_event_has_a_schema() -> None:
-    assert {cls.__name__ for cls in typing.get_args(Event)} <= {
-        schema["name"] for schema in SCHEMAS.values()
+    assert {cls.__name__ for cls in RECORD_KINDS} == {
+        schema["name"] for schema in event_schemas(SCHEMAS).values()
     }
 
 
@@ -210,3 +218,79 @@ def test_dataclass_defaults_match_the_schema(schema: Schema) -> None:
                 own.default if own.default_factory is dataclasses.MISSING else own.default_factory()
             )
             assert value == field["default"], field["name"]
+
+
+def field_texts(cls: type) -> dict[str, str]:
+    """Read the text under each field of a dataclass and of those that it extends."""
+    texts = {}
+    for base in reversed(cls.__mro__[:-1]):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(text.value).split())
+    return texts
+
+
+def column_text(text: str, column: Column | None, field: Schema) -> str:
+    """Say of a field in columns what its text says of one sample."""
+    if column is None:
+        return text
+    said = text[0].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+    empty = {Column.EACH: "Empty", Column.PACKED: "Null"}.get(column)
+    begin = {
+        Column.EACH: "For each sample:",
+        Column.PACKED: "float64 [num_samples]:",
+        Column.TOKENS: "Of all samples, one after the other:",
+    }[column]
+    if empty is None or "default" not in field:
+        return f"{begin} {said}"
+    return f"{begin} {said} {empty} if all have {json.dumps(default_of(field))}."
+
+
+def default_of(field: Schema) -> Any:
+    """Return what each sample has where a column is left out: the empty value of its type."""
+    if field["default"] is None:
+        return 0.0
+    items = field["type"]["items"]
+    empty = {"array": [], "map": {}, "string": ""}
+    return None if isinstance(items, list) else empty[items if items == "string" else items["type"]]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [schema for schema in SCHEMAS.values() if schema["type"] == "record"],
+    ids=lambda schema: schema["name"],
+)
+def test_texts_of_the_fields_in_python_are_those_of_the_schema(schema: Schema) -> None:
+    name = schema["name"]
+    if name == "PackedTensor":
+        return  # an array in Python
+    texts = {field["name"]: field["doc"] for field in schema["fields"]}
+    if name not in SAMPLES:
+        assert field_texts(CLASSES[name]) == texts
+        return
+    sample = SAMPLES[name]
+    hints = typing.get_type_hints(sample, include_extras=True)
+    expected = field_texts(SampleColumns) | {"lengths": LENGTHS_TEXT}
+    fields = {field["name"]: field for field in schema["fields"]}
+    for field, text in field_texts(sample).items():
+        if field != "key":
+            column = next(iter(getattr(hints[field], "__metadata__", ())), None)
+            expected[field] = column_text(text, column, fields[field])
+    assert texts == {field: expected[field] for field in texts}
+
+
+def test_column_that_is_left_out_stands_for_the_empty_value_of_its_type() -> None:
+    """So readers of other languages need no defaults but the schema's."""
+    for name, sample in SAMPLES.items():
+        fields = {
+            field["name"]: field for field in SCHEMAS[f"relax.events.sample.{name}"]["fields"]
+        }
+        hints = typing.get_type_hints(sample, include_extras=True)
+        for field in dataclasses.fields(sample):
+            column = next(iter(getattr(hints[field.name], "__metadata__", ())), None)
+            if column in (Column.EACH, Column.PACKED) and "default" in fields[field.name]:
+                factory = field.default_factory
+                value = field.default if factory is dataclasses.MISSING else factory()
+                assert value == default_of(fields[field.name]), field.name

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import Array, ObjectRef, StoredArray
-from relax_events.events.types import LogprobsComputed
+from relax_events.events.types import SampleEvaluated
 from relax_events.objects import ObjectStore, check_in, check_out
 from relax_events.objects.claim_check import count_array_bytes
 from tests.event_samples import sample_key
@@ -73,7 +73,7 @@ def test_check_out_gives_equal_arrays_back(store: ObjectStore, array: NDArray[np
 def test_check_in_stores_equal_arrays_once(store: ObjectStore) -> None:
     values = np.arange(100, dtype=np.float32)
     for index in (0, 1):
-        event = LogprobsComputed(
+        event = SampleEvaluated(
             key=sample_key(index=index),
             model_role="reference",
             model_version=0,

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from relax_events.config import RunConfig
 from relax_events.config.unset_keys import missing_keys, with_values
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.types import LogprobsComputed, SampleRolledOut
+from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.session.defaults import resolve_defaults
 from relax_events.training.backend.protocol import SampleScores
 from tests.unit.trainer_samples import plain_logprobs, plain_model, tiny_model
@@ -60,7 +60,7 @@ def worker_of(config: Any) -> Any:
     )
 
 
-def taught(config: Any) -> tuple[Scripted, list[LogprobsComputed]]:
+def taught(config: Any) -> tuple[Scripted, list[SampleEvaluated]]:
     scorer = Scripted()
     records: Any = TeacherScorer(worker_of(config), {"teacher": scorer})(
         [event_samples.rolled_out(index=0), event_samples.rolled_out(index=1)]

@@ -57,12 +57,12 @@ def test_recorded_steps_are_read_within_a_byte_limit_and_decoded_lazily(
     monkeypatch.setattr(recorded_batches, "MAX_BYTES_AT_ONCE", max_bytes)
     decoded: list[int] = []
 
-    def decode(record: Record) -> SampleReady:
+    def decode(record: Record) -> list[SampleReady]:
         decoded.append(record.offset)
-        return ready(f"{record.offset // 2:06d}-0000-0", record.offset % 2)
+        return [ready(f"{record.offset // 2:06d}-0000-0", record.offset % 2)]
 
     worker: Any = SimpleNamespace(
-        plan=SimpleNamespace(partitions_per_version=1, topic=lambda entity: entity)
+        plan=SimpleNamespace(partitions_per_version=1, topic=lambda entity: entity), records=None
     )
     log: Any = Log()
     batches = RecordedBatches(worker, SingleRank(), decode=decode).read(

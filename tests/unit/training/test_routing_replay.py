@@ -319,7 +319,7 @@ def test_sample_must_have_routed_experts_for_all_tokens_but_the_last() -> None:
             )
         ),
     )
-    assert check_ready(sample) is sample
+    assert check_ready([sample]) == [sample]
     experts = np.asarray(sample.routed_experts)
     for odd, text in {
         "long": experts[:-1],
@@ -332,7 +332,7 @@ def test_sample_must_have_routed_experts_for_all_tokens_but_the_last() -> None:
             else r"\[\d+, layers, top_k\], a row for each token but the last"
         )
         with pytest.raises(PoisonSample, match=f"routed_experts must be {rule}"):
-            check_ready(changed(sample, routed_experts=text))
+            check_ready([changed(sample, routed_experts=text)])
 
 
 def test_unfetched_routed_experts_raise_a_type_error() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
-from relax_events.events.types import LogprobsComputed, PolicyVersionPublished, SampleRolledOut
+from relax_events.events.types import PolicyVersionPublished, SampleEvaluated, SampleRolledOut
 from relax_events.roles.logprob_processor import LogprobScorer
 from relax_events.roles.versioned_weights import VersionedWeights
 from relax_events.telemetry.metrics import WorkerMetrics
@@ -38,9 +38,7 @@ class RecordingWorker:
 
     transfer = piece
 
-    def build_for_samples(
-        self, _: str, events: Sequence[LogprobsComputed]
-    ) -> list[tuple[str, int]]:
+    def build_for_samples(self, _: str, events: Sequence[SampleEvaluated]) -> list[tuple[str, int]]:
         return [(event.sample_id, event.model_version) for event in events]
 
     def build_end_request(

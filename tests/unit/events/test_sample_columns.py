@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +15,14 @@ from relax_events.errors import CorruptRecord
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, ObjectRef, StoredArray
 from relax_events.events.parts import VersionSegment as Segment
-from relax_events.events.sample_groups import (
-    SINGLE_EVENTS,
-    PromptGroupEvent,
-    SingleEvent,
-    join_samples,
-    split_samples,
-)
+from relax_events.events.sample_columns import join_one, join_samples, split_samples
 from relax_events.events.types import (
-    PromptGroupEvaluated,
-    PromptGroupReady,
-    PromptGroupRolledOut,
-    PromptGroupScored,
+    Sample,
+    SampleColumns,
+    SampleEvaluated,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
 )
 
 CODEC = EventCodec()
@@ -33,9 +30,10 @@ GROUP, OTHER_GROUP = "000003-0001-2", "000003-0002-0"
 BYTES_OF_TOKEN = 4 + 1 + 4
 BYTES_OF_LENGTH = 4
 STORED = StoredArray("<i4", (4,), ObjectRef("memory:///x", bytes(32), 16))
+MEDIA = MediaRef("memory:///x", bytes(32), "image/png", 1)
 
 
-def rollout(index: int, num_tokens: int = 4, **changes: Any) -> SingleEvent:
+def rollout(index: int, num_tokens: int = 4, **changes: Any) -> Sample:
     """Make a sample none of whose fields has its default, and whose own fields differ from its
     neighbours'."""
     values = {
@@ -57,11 +55,11 @@ def rollout(index: int, num_tokens: int = 4, **changes: Any) -> SingleEvent:
         "worker_id": "rollout-3",
         "rolled_out_at": 10 + index,
     }
-    sample: SingleEvent = changed(rolled_out(GROUP, index), **values | changes)
+    sample: Sample = changed(rolled_out(GROUP, index), **values | changes)
     return sample
 
 
-def score(index: int, **changes: Any) -> SingleEvent:
+def score(index: int, **changes: Any) -> Sample:
     values: dict[str, Any] = {
         "samples_per_prompt": 8,
         "max_policy_version": index,
@@ -73,11 +71,11 @@ def score(index: int, **changes: Any) -> SingleEvent:
         "seconds": 0.1 * index,
         "scored_at": 10 + index,
     }
-    sample: SingleEvent = changed(scored(GROUP, index, generation="d1"), **values | changes)
+    sample: Sample = changed(scored(GROUP, index, generation="d1"), **values | changes)
     return sample
 
 
-def evaluation(index: int, num_tokens: int = 4, **changes: Any) -> SingleEvent:
+def evaluation(index: int, num_tokens: int = 4, **changes: Any) -> Sample:
     values = np.linspace(-1 - index, 0, num_tokens, dtype=np.float32)
     own: dict[str, Any] = {
         "samples_per_prompt": 8,
@@ -85,11 +83,11 @@ def evaluation(index: int, num_tokens: int = 4, **changes: Any) -> SingleEvent:
         "model_version": 5,
         "computed_at": 10 + index,
     }
-    sample: SingleEvent = changed(evaluated(GROUP, index, model_role="actor"), **own | changes)
+    sample: Sample = changed(evaluated(GROUP, index, model_role="actor"), **own | changes)
     return sample
 
 
-def prepared(index: int, num_tokens: int = 4, **changes: Any) -> SingleEvent:
+def prepared(index: int, num_tokens: int = 4, **changes: Any) -> Sample:
     """Make a sample as the trainer gets it, with the log-probabilities of two of four models."""
     values: dict[str, Any] = {
         "samples_per_prompt": 8,
@@ -108,15 +106,15 @@ def prepared(index: int, num_tokens: int = 4, **changes: Any) -> SingleEvent:
         "version_segments": [Segment(0, index)],
         "ready_at": 10 + index,
     }
-    sample: SingleEvent = changed(ready(GROUP, index), **values | changes)
+    sample: Sample = changed(ready(GROUP, index), **values | changes)
     return sample
 
 
-KINDS: dict[type[PromptGroupEvent], Callable[..., SingleEvent]] = {
-    PromptGroupRolledOut: rollout,
-    PromptGroupScored: score,
-    PromptGroupEvaluated: evaluation,
-    PromptGroupReady: prepared,
+KINDS: dict[type[Sample], Callable[..., Sample]] = {
+    SampleRolledOut: rollout,
+    SampleScored: score,
+    SampleEvaluated: evaluation,
+    SampleReady: prepared,
 }
 every_kind = pytest.mark.parametrize(("kind", "make"), KINDS.items())
 
@@ -132,37 +130,37 @@ def plain(event: Any) -> dict[str, Any]:
     return {"event": type(event).__name__} | fields | arrays
 
 
-def indices(events: list[Any]) -> list[Any]:
-    """Return the sample index of each event, of an event of several as a list."""
-    return [
-        event.sample_index if isinstance(event, PromptGroupEvent) else event.key.sample_index
-        for event in events
-    ]
+def indices(events: list[SampleColumns]) -> list[list[int]]:
+    """Return the indexes of the samples of each record."""
+    return [event.sample_index for event in events]
 
 
-def test_every_kind_of_event_of_several_samples_is_tested() -> None:
-    assert KINDS.keys() == SINGLE_EVENTS.keys()
+def test_every_kind_of_sample_is_tested() -> None:
+    assert KINDS.keys() == set(typing.get_args(Sample))
 
 
 @every_kind
 def test_samples_come_back_from_one_record_as_they_were(
-    kind: type, make: Callable[..., SingleEvent]
+    kind: type, make: Callable[..., Sample]
 ) -> None:
     samples = [make(index) for index in (2, 0, 1, 7)]
-    if kind is not PromptGroupScored:
+    if kind is not SampleScored:
         samples += [make(5, 1), make(6, 0), make(3, 9)]
     (joined,) = join_samples(samples)
-    assert type(joined) is kind
+    assert type(joined).__name__ == kind.__name__.replace("Sample", "Samples")
     decoded = CODEC.decode(CODEC.encode(joined))
     assert list(map(plain, split_samples(decoded))) == list(map(plain, samples))
 
 
 @every_kind
-def test_single_sample_stays_its_own_event(kind: type, make: Callable[..., SingleEvent]) -> None:
-    del kind
+def test_single_sample_is_a_record_of_one_entry(kind: type, make: Callable[..., Sample]) -> None:
     sample = make(0)
     (alone,) = join_samples([sample])
-    assert alone is sample
+    assert alone.sample_index == [0]
+    assert CODEC.encode(sample) == CODEC.encode(alone) == CODEC.encode(join_one(sample))
+    (back,) = split_samples(CODEC.decode(CODEC.encode(sample)))
+    assert type(back) is kind
+    assert plain(back) == plain(sample)
     assert list(join_samples([])) == []
 
 
@@ -207,7 +205,7 @@ def test_samples_that_differ_in_what_a_record_shares_are_kept_apart(
     ],
 )
 def test_samples_that_differ_in_their_source_or_their_arrays_are_kept_apart(
-    make: Callable[..., SingleEvent], changes: dict[str, Any]
+    make: Callable[..., Sample], changes: dict[str, Any]
 ) -> None:
     other = [make(2, **changes), make(3, **changes)]
     assert indices(list(join_samples([make(0), make(1), *other]))) == [[0, 1], [2, 3]]
@@ -218,17 +216,17 @@ def test_samples_that_differ_in_their_source_or_their_arrays_are_kept_apart(
     ("max_tokens", "expected"),
     [
         (20, [[0, 1, 2, 3]]),
-        (19, [[0, 1, 2], 3]),
-        (16, [[0, 1, 2], 3]),
+        (19, [[0, 1, 2], [3]]),
+        (16, [[0, 1, 2], [3]]),
         (15, [[0, 1], [2, 3]]),
         (10, [[0, 1], [2, 3]]),
-        (9, [0, 1, 2, 3]),
-        (0, [0, 1, 2, 3]),
+        (9, [[0], [1], [2], [3]]),
+        (0, [[0], [1], [2], [3]]),
     ],
 )
 def test_arrays_of_a_record_stay_within_the_bound(max_tokens: int, expected: list[Any]) -> None:
     samples = [rollout(index, num) for index, num in enumerate([4, 6, 6, 4])]
-    num_samples = max(len(item) if isinstance(item, list) else 1 for item in expected)
+    num_samples = max(map(len, expected))
     bound = max_tokens * BYTES_OF_TOKEN + num_samples * BYTES_OF_LENGTH
     assert indices(list(join_samples(samples, max_array_bytes=bound))) == expected
 
@@ -236,60 +234,64 @@ def test_arrays_of_a_record_stay_within_the_bound(max_tokens: int, expected: lis
 @pytest.mark.parametrize(
     "changes",
     [
-        {"topk_ids": np.zeros((4, 2), np.int32)},
-        {"topk_ids": np.zeros((0, 2), np.int32)},
-        {"routed_experts": np.zeros((4, 1, 2), np.uint8)},
-        {"environment_rewards": np.zeros(1)},
-        {"path_lengths": [3, 1]},
-        {"path_media": [[], []]},
         {"tokens": STORED},
         {"rollout_logprobs": STORED},
         {"tokens": np.zeros((4, 1), np.int32)},
         {"loss_mask": np.zeros(3, np.uint8)},
-        {"sample_id": "of/others"},
     ],
     ids=str,
 )
-def test_sample_that_a_record_of_several_has_no_place_for_stays_alone(
+def test_sample_whose_arrays_are_not_along_its_tokens_has_a_record_for_itself(
     changes: dict[str, Any],
 ) -> None:
     lone = rollout(2, **changes)
     samples = [rollout(0), rollout(1), lone, rollout(3), rollout(4)]
     events = list(join_samples(samples))
-    assert indices(events) == [[0, 1], 2, [3, 4]]
-    assert events[1] is lone
-    assert indices(list(join_samples([lone, lone]))) == [2, 2]
+    assert indices(events) == [[0, 1], [2], [3, 4]]
+    (back,) = split_samples(CODEC.decode(CODEC.encode(events[1])))
+    assert plain(back) == plain(lone)
+    assert indices(list(join_samples([lone, lone]))) == [[2], [2]]
 
 
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
+        (rollout, {"topk_ids": np.zeros((4, 2), np.int32)}),
+        (rollout, {"topk_ids": np.zeros((0, 2), np.int32)}),
+        (rollout, {"routed_experts": np.zeros((4, 1, 2), np.uint8)}),
+        (rollout, {"environment_rewards": np.zeros(1)}),
+        (rollout, {"path_lengths": [3, 1], "path_media": [[], [MEDIA]]}),
         (score, {"turn_rewards": np.zeros(2)}),
         (score, {"token_rewards": np.zeros(2)}),
         (evaluation, {"topk_ids": np.zeros((4, 2), np.int32)}),
         (evaluation, {"topk_logprobs": STORED}),
         (prepared, {"turn_rewards": np.zeros(0)}),
         (prepared, {"topk_teacher_logprobs": np.zeros((4, 2), np.float32)}),
-        (prepared, {"media": [MediaRef("memory:///x", bytes(32), "image/png", 1)]}),
-        (prepared, {"num_prompt_media": 1}),
-        (prepared, {"ref_logprobs": STORED}),
-        (prepared, {"path_lengths": [3, 1]}),
+        (prepared, {"media": [MEDIA]}),
     ],
 )
-def test_samples_with_further_fields_stay_alone(
-    make: Callable[..., SingleEvent], changes: dict[str, Any]
+def test_fields_that_few_samples_have_lie_in_the_same_record(
+    make: Callable[..., Sample], changes: dict[str, Any]
 ) -> None:
-    events = list(join_samples([make(0), make(1), make(2, **changes), make(3)]))
-    assert indices(events) == [[0, 1], 2, 3]
+    samples = [make(0), make(1), make(2, **changes), make(3)]
+    (joined,) = join_samples(samples)
+    back = split_samples(CODEC.decode(CODEC.encode(joined)))
+    assert list(map(plain, back)) == list(map(plain, samples))
 
 
-@pytest.mark.parametrize("event", [rollout(0), score(0), evaluation(0), prepared(0), ended()])
-def test_other_events_are_returned_as_they_are(event: Any) -> None:
+def test_arrays_that_few_samples_have_count_for_the_bound() -> None:
+    topk = np.zeros((4, 100), np.int32)
+    samples = [rollout(index, topk_ids=topk) for index in range(4)]
+    assert indices(list(join_samples(samples, max_array_bytes=4000))) == [[0, 1], [2, 3]]
+
+
+def test_other_events_are_returned_as_they_are() -> None:
+    event = ended()
     (same,) = split_samples(event)
     assert same is event
 
 
-def malformed(make: Callable[..., SingleEvent], field: str, value: Any) -> Any:
+def malformed(make: Callable[..., Sample], field: str, value: Any) -> Any:
     (joined,) = join_samples([make(0), make(1)])
     return changed(joined, **{field: value})
 
@@ -310,7 +312,7 @@ def malformed(make: Callable[..., SingleEvent], field: str, value: Any) -> Any:
 def test_lengths_that_are_not_one_for_each_sample_are_corrupt(field: str, value: Any) -> None:
     num_samples = len(value) if field == "sample_index" else 2
     event = malformed(rollout, field, value)
-    text = f"PromptGroupRolledOut of {GROUP} needs a length of each of its {num_samples} samples"
+    text = f"SamplesRolledOut of {GROUP} needs a length of each of its {num_samples} samples"
     with pytest.raises(CorruptRecord, match=f"^{text}$"):
         split_samples(event)
 
@@ -333,7 +335,7 @@ def test_lengths_that_are_not_one_for_each_sample_are_corrupt(field: str, value:
     ],
 )
 def test_arrays_that_do_not_fit_the_samples_are_corrupt(
-    make: Callable[..., SingleEvent], field: str, value: Any, text: str
+    make: Callable[..., Sample], field: str, value: Any, text: str
 ) -> None:
     event = malformed(make, field, value)
     with pytest.raises(CorruptRecord, match=f"^{type(event).__name__} of {GROUP}: {text}"):
@@ -354,7 +356,7 @@ def test_arrays_that_do_not_fit_the_samples_are_corrupt(
     ],
 )
 def test_fields_of_different_numbers_of_samples_are_corrupt(
-    make: Callable[..., SingleEvent], field: str, value: Any
+    make: Callable[..., Sample], field: str, value: Any
 ) -> None:
     event = malformed(make, field, value)
     with pytest.raises(CorruptRecord, match=f"^{type(event).__name__} of {GROUP}.* samples"):
@@ -362,7 +364,7 @@ def test_fields_of_different_numbers_of_samples_are_corrupt(
 
 
 @every_kind
-def test_event_without_samples_is_corrupt(kind: type, make: Callable[..., SingleEvent]) -> None:
+def test_event_without_samples_is_corrupt(kind: type, make: Callable[..., Sample]) -> None:
     (joined,) = join_samples([make(0), make(1)])
     fields = {field.name: getattr(joined, field.name) for field in dataclasses.fields(joined)}
     emptied = {
@@ -370,5 +372,6 @@ def test_event_without_samples_is_corrupt(kind: type, make: Callable[..., Single
         for name, value in fields.items()
         if isinstance(value, list | np.ndarray) and name != "messages"
     }
-    with pytest.raises(CorruptRecord, match=f"^{kind.__name__} of {GROUP}"):
+    del kind
+    with pytest.raises(CorruptRecord, match=f"^{type(joined).__name__} of {GROUP}"):
         split_samples(changed(joined, **emptied))
