@@ -152,7 +152,14 @@ class Pages:
 
         return [
             "index.md",
-            {"Start": [*FIRST, {"Migration": section("migration")}, "tutorials/index.md"]},
+            {
+                "Start": [
+                    "contents.md",
+                    *FIRST,
+                    {"Migration": section("migration")},
+                    "tutorials/index.md",
+                ]
+            },
             {"How-to": [*section("how-to"), {"Alerts": section("how-to/alerts")}]},
             {"Concepts": ["architecture.md", "glossary.md", *section("explanation")]},
             {"Reference": section("reference")},
