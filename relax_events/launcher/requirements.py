@@ -23,7 +23,7 @@ from relax_events.gateway.program import resolve_command
 from relax_events.http.server import open_listener
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
-from relax_events.model_folder.tensors import read_layouts
+from relax_events.model_folder.tensors import read_layouts, require_layouts
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.plugins import (
     ENGINES,
@@ -143,10 +143,7 @@ def require_model(config: RunConfig) -> str:
                 f"model.path {path} has no {name}; give a complete folder in Hugging Face "
                 "layout, or a path that does not exist yet"
             )
-    if not read_layouts(path):
-        raise ConfigError(
-            f"model.path {path} has no *.safetensors; convert the weights (no other format is read)"
-        )
+    require_layouts(path)
     _require_critic(config)
     return f"{path} is complete"
 

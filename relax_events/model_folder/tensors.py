@@ -89,15 +89,9 @@ class StoredTensors(Mapping[str, "Tensor"]):
         """Map the weights of a model folder.
 
         Raises:
-            ConfigError: The folder has none.
-            DamagedTensors: A file or the index is damaged; the text names it.
+            ConfigError: As `require_layouts`.
         """
-        if tensors := _read_folder(folder, mmap.ACCESS_COPY):
-            return cls(tensors)
-        raise ConfigError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to "
-            "safetensors (no other format is read)"
-        )
+        return cls(_require_weights(folder, mmap.ACCESS_COPY))
 
     @classmethod
     def from_files(cls, files: Iterable[Path]) -> Self:
@@ -152,6 +146,25 @@ def read_layouts(folder: Path) -> dict[str, TensorLayout]:
         DamagedTensors: A file or the index is damaged; the text names it.
     """
     return {name: raw.layout for name, raw in _read_folder(folder, mmap.ACCESS_READ).items()}
+
+
+def require_layouts(folder: Path) -> dict[str, TensorLayout]:
+    """Return dtype and shape of each tensor of a model folder.
+
+    Raises:
+        ConfigError: The folder has no weights.
+        DamagedTensors: A file or the index is damaged; the text names it.
+    """
+    return {name: raw.layout for name, raw in _require_weights(folder, mmap.ACCESS_READ).items()}
+
+
+def _require_weights(folder: Path, access: int) -> dict[str, RawTensor]:
+    if tensors := _read_folder(folder, access):
+        return tensors
+    raise ConfigError(
+        f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; convert the weights to "
+        "safetensors (no other format is read)"
+    )
 
 
 def _read_folder(folder: Path, access: int) -> dict[str, RawTensor]:

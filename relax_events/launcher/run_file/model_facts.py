@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from relax_events.errors import ConfigError
-from relax_events.model_folder.tensors import read_layouts
-from relax_events.regular_files import read_regular_text
+from relax_events.model_folder import get_text_config, read_model_json
+from relax_events.model_folder.tensors import require_layouts
 
 GIGA = 1e9
 TRAINED_BYTES_PER_PARAMETER = 16
@@ -52,16 +51,9 @@ def read_model_facts(folder: Path) -> ModelFacts:
         raise ConfigError(
             f"{folder} has no config.json; give the folder of a model in Hugging Face layout"
         )
-    layouts = read_layouts(folder)
-    if not layouts:
-        raise ConfigError(f"{folder} has no *.safetensors; convert the weights to safetensors")
-    try:
-        config = json.loads(read_regular_text(folder / "config.json"))
-    except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from None
-    text = (
-        config.get("text_config") or config.get("thinker_config", {}).get("text_config") or config
-    )
+    layouts = require_layouts(folder)
+    config = read_model_json(folder / "config.json")
+    text = get_text_config(config)
     given = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "")
     return ModelFacts(
         num_parameters=sum(prod(layout.shape) for layout in layouts.values()),
