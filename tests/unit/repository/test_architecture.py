@@ -51,7 +51,7 @@ def test_mentioned_file_exists_and_defines_the_mentioned_name(path: str, name: s
     assert not name or defines(ROOT / path, name)
 
 
-TENSOR_FORMAT = {"data_offsets", "__metadata__", "weight_map", "*.safetensors"}
+TENSOR_FORMAT = {"data_offsets", "weight_map", "*.safetensors", "model.safetensors"}
 """Texts that only who reads or renders a safetensors header or an index needs, or who decides which
 files of a folder hold its weights."""
 
@@ -75,7 +75,7 @@ def reads_tensor_files(tree: ast.AST) -> bool:
     [
         "import safetensors.torch",
         "from safetensors import safe_open",
-        "json.loads(file.read(length)).pop('__metadata__')",
+        "read_header(folder / 'model.safetensors')",
         "begin, end = entry['data_offsets']",
         "read_model_json(path)['weight_map']",
         "folder.glob('*.safetensors')",
