@@ -163,9 +163,9 @@ class AdvantageEstimator:
             np.float64,
         )
         if returned.shape != shape or not np.isfinite(returned).all():
-            rule = f"its advantage must return finite numbers of shape {shape}, one for each token"
             raise ConfigError(
-                f"algorithm {self._algorithm.name}: {rule}, got shape {returned.shape}: "
+                f"algorithm {self._algorithm.name}: its advantage must return finite numbers of "
+                f"shape {shape}, one for each token, got shape {returned.shape}: "
                 f"{returned.tolist()!r:.200}"
             )
         advantages = [np.zeros(len(mask), np.float32) for mask in masks]
@@ -252,15 +252,14 @@ def _rewards_by_token(sample: RewardedSample) -> Float64[np.ndarray, " loss_toke
 
 def _values(sample: RewardedSample) -> NDArray[np.float64]:
     if sample.values is None:
-        remedy = (
-            "is the critic role running, or was the sample recorded by an algorithm without a "
-            "critic?"
-        )
-        raise RewardError(f"sample {sample.sample_id} lacks the critic's values; {remedy}")
-    if sample.values.shape != sample.loss_mask.shape or not np.isfinite(sample.values).all():
-        rule = f"the critic's values must be finite, one for each of {len(sample.loss_mask)} tokens"
         raise RewardError(
-            f"sample {sample.sample_id}: {rule}, got shape {sample.values.shape}: "
+            f"sample {sample.sample_id} lacks the critic's values; is the critic role running, or "
+            "was the sample recorded by an algorithm without a critic?"
+        )
+    if sample.values.shape != sample.loss_mask.shape or not np.isfinite(sample.values).all():
+        raise RewardError(
+            f"sample {sample.sample_id}: the critic's values must be finite, one for each of "
+            f"{len(sample.loss_mask)} tokens, got shape {sample.values.shape}: "
             f"{sample.values.tolist()!r:.200}"
         )
     return sample.values.astype(np.float64)
@@ -318,6 +317,8 @@ def _check_scalars(
 ) -> Float64[np.ndarray, " samples"]:
     values = np.asarray(returned, np.float64)
     if values.shape != (num_samples,) or not np.isfinite(values).all():
-        rule = f"its advantage must return {num_samples} finite numbers, one for each sample"
-        raise ConfigError(f"algorithm {name}: {rule}, got {values.tolist()!r:.200}")
+        raise ConfigError(
+            f"algorithm {name}: its advantage must return {num_samples} finite numbers, one for "
+            f"each sample, got {values.tolist()!r:.200}"
+        )
     return values

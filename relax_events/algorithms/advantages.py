@@ -154,12 +154,10 @@ def maxrl_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
         zero where no sample was correct.
     """
     if (lowest := rewards.total.min()) < 0:
-        remedy = (
-            "shift the rewards to 0 and above, disable overlong penalties, or use another algorithm"
-        )
         raise RewardError(
-            "maxrl divides by the prompt group's mean reward, so rewards must be at least "
-            f"0, got {lowest:g}; {remedy}"
+            "maxrl divides by the prompt group's mean reward, so rewards must be at least 0, got "
+            f"{lowest:g}; shift the rewards to 0 and above, disable overlong penalties, or use "
+            "another algorithm"
         )
     advantages = centred_advantages(rewards)
     return advantages / rewards.total.mean() if advantages.any() else advantages

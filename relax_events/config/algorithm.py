@@ -278,10 +278,10 @@ class AlgorithmConfig(Section):
 
     def _check_correction(self) -> None:
         if self.correction != "none" and self.old_logprobs == "rollout":
-            rule = f"correction = {self.correction!r} weighs the old policy against the engine's"
             raise ValueError(
-                f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs "
-                "to actor or trainer"
+                f"correction = {self.correction!r} weighs the old policy against the engine's, but "
+                "old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or "
+                "trainer"
             )
         if (
             self.correction_low is not None
@@ -300,48 +300,38 @@ class AlgorithmConfig(Section):
                 "which has no critic; leave it out"
             )
         if self.needs_critic and self.has_distill_advantage:
-            rule = (
+            raise ValueError(
                 "distill_placement = 'advantage' would make the critic learn the teacher's "
-                "judgement as if it were reward"
+                f"judgement as if it were reward; set distill_placement = 'loss' with {self.name}"
             )
-            raise ValueError(f"{rule}; set distill_placement = 'loss' with {self.name}")
 
     def _check_whitening(self) -> None:
         if self.whiten_advantages == "rewards" and (
             self.overlong_ratio or self.has_reward_kl or self.has_distill_advantage
         ):
-            rule = (
-                "whiten_advantages = 'rewards' takes the deviation of rewards as they were scored"
-            )
-            given = (
-                "overlong_ratio, KL in the reward and distill_placement = 'advantage' change "
-                "advantages besides"
-            )
             raise ValueError(
-                f"{rule}, but {given}; set whiten_advantages = 'samples', or leave those out"
+                "whiten_advantages = 'rewards' takes the deviation of rewards as they were "
+                "scored, but overlong_ratio, KL in the reward and distill_placement = 'advantage' "
+                "change advantages besides; set whiten_advantages = 'samples', or leave those out"
             )
         if self.whiten_advantages == "rewards" and self.normalise_std:
-            rule = (
-                "whiten_advantages = 'rewards' divides by the step's deviation instead of the "
-                "prompt group's"
-            )
-            raise ValueError(f"{rule}; also set normalise_std = false")
-        if self.std_correction is not None and self._divides_by_no_deviation:
-            rule = (
-                f"std_correction = {self.std_correction} is not used where nothing is divided by "
-                "a deviation"
-            )
             raise ValueError(
-                f"{rule}; set normalise_std or whiten_advantages, or leave std_correction out"
+                "whiten_advantages = 'rewards' divides by the step's deviation instead of the "
+                "prompt group's; also set normalise_std = false"
+            )
+        if self.std_correction is not None and self._divides_by_no_deviation:
+            raise ValueError(
+                f"std_correction = {self.std_correction} is not used where nothing is divided by a "
+                "deviation; set normalise_std or whiten_advantages, or leave std_correction out"
             )
 
     def _check_rejection(self) -> None:
         low, high = self.rejection_low, self.rejection_high
         if self.rejects and self.old_logprobs == "rollout":
-            rule = "rejection, veto_low and veto_high compare the old policy with the engine's"
             raise ValueError(
-                f"{rule}, but old_logprobs = 'rollout' makes them the same; set old_logprobs "
-                "to actor or trainer"
+                "rejection, veto_low and veto_high compare the old policy with the engine's, but "
+                "old_logprobs = 'rollout' makes them the same; set old_logprobs to actor or "
+                "trainer"
             )
         if 0 < self.veto_high <= 1:
             raise ValueError(f"veto_high must be above 1, or 0 for none, got {self.veto_high}")
@@ -394,9 +384,9 @@ class AlgorithmConfig(Section):
             "sampled",
             "reverse_kl",
         ):
-            rule = "distill_placement = 'advantage' takes the reverse KL of the sampled tokens"
             raise ValueError(
-                f"{rule}, got {self.distill_divergence} of {tokens}; set distill_placement = 'loss'"
+                "distill_placement = 'advantage' takes the reverse KL of the sampled tokens, got "
+                f"{self.distill_divergence} of {tokens}; set distill_placement = 'loss'"
             )
         return self
 

@@ -134,13 +134,10 @@ class BrokerConfig(Section):
     @model_validator(mode="after")
     def _shared_queue_is_whole(self) -> BrokerConfig:
         if self.prompt_queue == "share_group" and self.queue_partitions > 1:
-            rule = (
-                "a share group's queue has one partition, got queue_partitions = "
-                f"{self.queue_partitions}"
-            )
             raise ValueError(
-                f"{rule}; leave out broker.queue_partitions, or set broker.prompt_queue = "
-                "'consumer_group'"
+                "a share group's queue has one partition, got queue_partitions = "
+                f"{self.queue_partitions}; leave out broker.queue_partitions, or set "
+                "broker.prompt_queue = 'consumer_group'"
             )
         return self
 
@@ -154,11 +151,10 @@ class BrokerConfig(Section):
             if not is_loopback(split_address(address)[0])
         ]
         if strange:
-            rule = (
+            raise ValueError(
                 "embedded_password_file is for embedded brokers, which are at 127.0.0.1, got "
-                f"{strange[0]!r}"
+                f"{strange[0]!r}; for a cluster set broker.username and broker.password_file"
             )
-            raise ValueError(f"{rule}; for a cluster set broker.username and broker.password_file")
         return self
 
     @field_validator("secret_files")
@@ -225,9 +221,8 @@ class ObjectsConfig(Section):
     @classmethod
     def _is_shared_by_processes(cls, uri: str) -> str:
         if uri.startswith("memory:"):
-            why = "lives in one process, and every worker is a process of its own"
             raise ValueError(
-                f"{uri!r} {why}; set objects.uri to file:///directory, s3://bucket/prefix or "
-                "gs://bucket/prefix"
+                f"{uri!r} lives in one process, and every worker is a process of its own; set "
+                "objects.uri to file:///directory, s3://bucket/prefix or gs://bucket/prefix"
             )
         return uri

@@ -211,11 +211,11 @@ class DataConfig(RowsConfig):
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> DataConfig:
         if 0 < self.max_prompt_tokens < self.min_prompt_tokens:
-            rule = (
+            raise ValueError(
                 "max_prompt_tokens must be 0 or at least min_prompt_tokens = "
-                f"{self.min_prompt_tokens}"
+                f"{self.min_prompt_tokens}, got {self.max_prompt_tokens}; set "
+                "data.max_prompt_tokens"
             )
-            raise ValueError(f"{rule}, got {self.max_prompt_tokens}; set data.max_prompt_tokens")
         if not self.chat_template and any(part.multimodal_keys for part in self.parts):
             raise ValueError(
                 "multimodal_keys need a chat template, which places media in a "

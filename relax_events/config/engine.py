@@ -171,12 +171,10 @@ class SGLangConfig(Section):
     @model_validator(mode="after")
     def _servers_are_as_many(self) -> SGLangConfig:
         if self.server_arguments and len(self.server_arguments) != self.num_servers:
-            need = (
-                f"num_servers = {self.num_servers} needs as many server_arguments, got "
-                f"{len(self.server_arguments)}"
-            )
             raise ValueError(
-                f"each server has arguments of its own: {need}; set engine.sglang.num_servers"
+                f"each server has arguments of its own: num_servers = {self.num_servers} needs as "
+                f"many server_arguments, got {len(self.server_arguments)}; set "
+                "engine.sglang.num_servers"
             )
         if repeated := next((url for url in self.urls if self.urls.count(url) > 1), None):
             raise ValueError(

@@ -33,8 +33,10 @@ class EvaluationDatasetConfig(RowsConfig):
     @model_validator(mode="after")
     def _has_enough_samples(self) -> EvaluationDatasetConfig:
         if (highest := max(self.pass_at, default=0)) > self.samples_per_prompt:
-            rule = f"pass_at must hold numbers up to samples_per_prompt = {self.samples_per_prompt}"
-            raise ValueError(f"{rule}, got {highest}; set evaluation.datasets.samples_per_prompt")
+            raise ValueError(
+                f"pass_at must hold numbers up to samples_per_prompt = {self.samples_per_prompt}, "
+                f"got {highest}; set evaluation.datasets.samples_per_prompt"
+            )
         return self
 
 

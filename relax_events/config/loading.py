@@ -141,8 +141,10 @@ def _refuse_secrets(tree: Mapping[str, Any]) -> None:
     broker = tree.get("broker")
     for key in _dotted(broker.get("client") if isinstance(broker, dict) else None):
         if key in SECRET_CLIENT_KEYS:
-            rule = "is a secret and must not be in a run file, an argument or a log"
-            raise ConfigError(f"broker.client: {key} {rule}; {secret_remedy(key)}")
+            raise ConfigError(
+                f"broker.client: {key} is a secret and must not be in a run file, an argument or a "
+                f"log; {secret_remedy(key)}"
+            )
 
 
 def _dotted(table: Any) -> Iterator[str]:

@@ -69,6 +69,8 @@ class MediaConfig(Section):
     def _bounds_leave_something(self) -> MediaConfig:
         for low, high in BOUNDS:
             if getattr(self, high) < getattr(self, low):
-                rule = f"{high} must be at least {low} = {getattr(self, low)}"
-                raise ValueError(f"{rule}, got {getattr(self, high)}; set model.media.{high}")
+                raise ValueError(
+                    f"{high} must be at least {low} = {getattr(self, low)}, got "
+                    f"{getattr(self, high)}; set model.media.{high}"
+                )
         return self

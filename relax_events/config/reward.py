@@ -70,13 +70,10 @@ class RewardConfig(ChosenReward):
 
     def _check_variable(self, key: str, name: str, options: Mapping[str, Any]) -> None:
         if name not in self.environment and not TOKEN_VARIABLE.fullmatch(name):
-            rule = (
-                f"options.{key} = {name!r} names an environment variable whose value is sent to "
-                "a service"
-            )
             raise ValueError(
-                f"{rule}; take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list this "
-                "one in the section's environment"
+                f"options.{key} = {name!r} names an environment variable whose value is sent to a "
+                "service; take a name such as JUDGE_TOKEN or REWARD_MATH_TOKEN, or list this one "
+                "in the section's environment"
             )
         if url := next(
             (
@@ -86,10 +83,9 @@ class RewardConfig(ChosenReward):
             ),
             None,
         ):
-            rule = f"options.{key} = {name!r} would be sent unencrypted to {url}"
             raise ValueError(
-                f"{rule}; take an https address, one of this machine (127.0.0.1), or leave "
-                f"{key} out"
+                f"options.{key} = {name!r} would be sent unencrypted to {url}; take an https "
+                f"address, one of this machine (127.0.0.1), or leave {key} out"
             )
 
     @property

@@ -106,10 +106,10 @@ class RunSection(Section):
     @model_validator(mode="after")
     def _window_is_retained(self) -> RunSection:
         if 0 < self.retain_versions <= self.max_staleness:
-            rule = f"retain_versions must be 0 or above max_staleness = {self.max_staleness}"
             raise ValueError(
-                f"{rule}, got {self.retain_versions}: the trainer still reads those "
-                "versions; set run.retain_versions"
+                f"retain_versions must be 0 or above max_staleness = {self.max_staleness}, got "
+                f"{self.retain_versions}: the trainer still reads those versions; set "
+                "run.retain_versions"
             )
         return self
 

@@ -262,11 +262,10 @@ def _text_part(part: Any, location: str, modalities: Container[str]) -> str:
     if isinstance(kind, str) and kind in modalities:
         return PLACEHOLDERS[Modality(kind)]
     if kind != "text" or not isinstance(part.get("text"), str):
-        rule = (
-            "only parts of type 'text' with a text can be used, and those of the modalities in "
-            "multimodal_keys"
+        raise ConfigError(
+            f"{location} has content part {part!r:.80}; only parts of type 'text' with a text can "
+            "be used, and those of the modalities in multimodal_keys"
         )
-        raise ConfigError(f"{location} has content part {part!r:.80}; {rule}")
     return str(part["text"])
 
 

@@ -51,11 +51,11 @@ def split_at_placeholders(
     counts = Counter(kinds)
     for modality, files in items.items():
         if counts[modality] != len(files):
-            rule = (
-                f"the prompt has {counts[modality]} {PLACEHOLDERS[modality]} and the row has "
-                f"{len(files)} of modality {modality.value}"
+            raise ConfigError(
+                f"{location}: the prompt has {counts[modality]} {PLACEHOLDERS[modality]} and the "
+                f"row has {len(files)} of modality {modality.value}; there must be one placeholder "
+                "for each"
             )
-            raise ConfigError(f"{location}: {rule}; there must be one placeholder for each")
     remaining = {modality: deque(files) for modality, files in items.items()}
     return split_messages, [remaining[kind].popleft() for kind in kinds]
 

@@ -155,10 +155,8 @@ class PromptSampler:
         limit = min(MAX_SKIPPED, 2 * max(self._stream.num_rows, self._block_rows))
         if len(skipped) > limit:
             reasons = sorted({*skipped.values()})
-            remedy = (
-                "widen data.min_prompt_tokens, data.max_prompt_tokens, data.pass_rate_range "
-                "or data.prompt_filter"
-            )
             raise ConfigError(
-                f"{len(skipped)} prompts in a row were skipped ({', '.join(reasons)}); {remedy}"
+                f"{len(skipped)} prompts in a row were skipped ({', '.join(reasons)}); widen "
+                "data.min_prompt_tokens, data.max_prompt_tokens, data.pass_rate_range or "
+                "data.prompt_filter"
             )

@@ -50,8 +50,10 @@ def tokenize_group_targets(
     """
     targets = tokenize_targets(issued, renderer=renderer)
     if len(targets) != issued.samples_per_prompt:
-        rule = f"{issued.samples_per_prompt} samples need the same number of targets"
-        raise PoisonSample(f"{rule}, got {len(targets)}; is the data section that of the run?")
+        raise PoisonSample(
+            f"{issued.samples_per_prompt} samples need the same number of targets, got "
+            f"{len(targets)}; is the data section that of the run?"
+        )
     return targets
 
 
@@ -132,13 +134,10 @@ def _appended_text(longer: str, shorter: str, num_messages: int) -> str:
             ),
             len(longer),
         )
-        rule = "rendered text must not change when messages are added"
-        remedy = (
-            "set data.train_on = 'last', or data.chat_template_file to a template that keeps it"
-        )
         raise PoisonSample(
             f"the chat template changes the text before message {num_messages} "
-            f"({shorter[at : at + 40]!r}): {rule}; {remedy}"
+            f"({shorter[at : at + 40]!r}): rendered text must not change when messages are added; "
+            "set data.train_on = 'last', or data.chat_template_file to a template that keeps it"
         )
     return longer[len(shorter) :]
 

@@ -53,13 +53,10 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Callable[..., Any
     try:
         inspect.signature(function).bind("", **keywords, **options)
     except TypeError as error:
-        rule = (
-            "its parameters must be completion, those of messages, answer, metadata and files "
-            "that it reads, and its options"
-        )
         raise ConfigError(
             f"environment.function = {name!r} can't be called with environment.options "
-            f"{dict(options)}: {error}; {rule}"
+            f"{dict(options)}: {error}; its parameters must be completion, those of messages, "
+            "answer, metadata and files that it reads, and its options"
         ) from None
     return partial(function, **options)
 

@@ -94,11 +94,11 @@ def _frames(found: OpenedStream) -> Iterator[Any]:
 def _read_rate(found: OpenedStream, location: str) -> int:
     rate, channels = int(found.stream.rate or 0), int(found.stream.codec_context.channels or 0)
     if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
-        rule = (
-            f"audio must have a rate of {RATES.start} to {RATES.stop - 1} Hz and at most "
-            f"{MAX_CHANNELS} channels"
+        raise MediaError(
+            f"{location}: audio must have a rate of {RATES.start} to {RATES.stop - 1} Hz and at "
+            f"most {MAX_CHANNELS} channels, got {rate} Hz and {channels}",
+            reason="bad_shape",
         )
-        raise MediaError(f"{location}: {rule}, got {rate} Hz and {channels}", reason="bad_shape")
     return rate
 
 

@@ -51,9 +51,9 @@ def require_pixels(width: int, height: int, limits: MediaConfig, location: str) 
         MediaError: It exceeds the limit.
     """
     if (pixels := width * height) > limits.max_image_pixels:
-        rule = f"model.media.max_image_pixels = {limits.max_image_pixels}"
         raise MediaError(
-            f"{location} must have at most {rule}, got {width} x {height} = {pixels}",
+            f"{location} must have at most model.media.max_image_pixels = "
+            f"{limits.max_image_pixels}, got {width} x {height} = {pixels}",
             reason="too_many_pixels",
         )
 
@@ -65,5 +65,8 @@ def require_seconds(seconds: float, limits: MediaConfig, location: str) -> None:
         MediaError: It exceeds the limit.
     """
     if seconds > limits.max_media_seconds:
-        rule = f"model.media.max_media_seconds = {limits.max_media_seconds:g}"
-        raise MediaError(f"{location} must take at most {rule}, got {seconds:g}", reason="too_long")
+        raise MediaError(
+            f"{location} must take at most model.media.max_media_seconds = "
+            f"{limits.max_media_seconds:g}, got {seconds:g}",
+            reason="too_long",
+        )

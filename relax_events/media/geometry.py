@@ -96,9 +96,9 @@ class ImageGeometry:
         unit = self.side_multiple
         if not unit:
             if width % self.token_side or height % self.token_side:
-                need = f"sides must be multiples of {self.token_side}, got {width} x {height}"
                 raise ValueError(
-                    f"model.media.image_resize_scale_factor = 0 resizes nothing, so {need}"
+                    "model.media.image_resize_scale_factor = 0 resizes nothing, so sides must be "
+                    f"multiples of {self.token_side}, got {width} x {height}"
                 )
             return height, width
         sides = round(height / unit) * unit, round(width / unit) * unit

@@ -194,8 +194,8 @@ def _source(value: Any, location: str) -> str | bytes:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str | bytes) and value:
         return value
-    rule = (
-        "media are paths, URLs, data URIs, bytes, or objects with one of the keys bytes "
-        "and path, and optionally member"
+    raise MediaError(
+        f"{location} is a {type(value).__name__}; media are paths, URLs, data URIs, bytes, or "
+        "objects with one of the keys bytes and path, and optionally member",
+        reason="wrong_type",
     )
-    raise MediaError(f"{location} is a {type(value).__name__}; {rule}", reason="wrong_type")

@@ -193,9 +193,9 @@ class MediaLibrary:
     def fetch_file(self, reference: MediaRef) -> bytes:
         """Fetch an original file and verify it; errors as for `load`."""
         if reference.num_bytes > self._limits.max_item_bytes:
-            limit = f"model.media.max_item_bytes = {self._limits.max_item_bytes}"
             raise MediaError(
-                f"{reference.uri} must be at most {limit}, got {reference.num_bytes} bytes",
+                f"{reference.uri} must be at most model.media.max_item_bytes = "
+                f"{self._limits.max_item_bytes}, got {reference.num_bytes} bytes",
                 reason="too_large",
             )
         root = next(

@@ -126,11 +126,10 @@ class AudioPreprocessor:
         """
         rate = int(extractor.get("sampling_rate", 16_000))
         if rate != config.audio_sample_rate:
-            rule = (
+            raise ConfigError(
                 f"the model reads audio of {rate} Hz, and model.media.audio_sample_rate is "
-                f"{config.audio_sample_rate}"
+                f"{config.audio_sample_rate}; set it to {rate}"
             )
-            raise ConfigError(f"{rule}; set it to {rate}")
         return cls(
             rate, int(extractor["hop_length"]), int(extractor["n_fft"]), 2 * int(tower["n_window"])
         )
@@ -155,9 +154,9 @@ class AudioPreprocessor:
         total, rate = _frames_and_rate(media)
         num_samples = -int(-total * self.rate_hertz // rate)
         if num_samples < self.window:
-            need = f"must have at least {self.window / self.rate_hertz:g} s"
             raise MediaError(
-                f"{media.uri} can't be read by the model: audio {need}, got {total / rate:g} s",
+                f"{media.uri} can't be read by the model: audio must have at least "
+                f"{self.window / self.rate_hertz:g} s, got {total / rate:g} s",
                 reason="bad_shape",
             )
         return num_samples
@@ -207,8 +206,10 @@ class VideoPreprocessor:
             image.geometry.token_side**2,
         )
         if config.frame_factor % frames_per_patch:
-            rule = f"must be a multiple of the model's {frames_per_patch} frames per temporal patch"
-            raise ConfigError(f"model.media.frame_factor {rule}, got {config.frame_factor}")
+            raise ConfigError(
+                f"model.media.frame_factor must be a multiple of the model's {frames_per_patch} "
+                f"frames per temporal patch, got {config.frame_factor}"
+            )
         min_pixels, max_pixels = (
             config.video_min_token_num * token_pixels,
             config.video_max_token_num * token_pixels,

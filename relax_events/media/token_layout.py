@@ -364,13 +364,10 @@ class OmniLayout(MediaLayout):
             thinker["position_id_per_seconds"]
         )
         if temporal_patch_positions != int(temporal_patch_positions):
-            rule = (
-                f"would place the temporal patches of a video {temporal_patch_positions:g} "
-                "positions apart, which must be an integer"
-            )
             raise ConfigError(
-                f"model.media.video_fps = {config.video_fps} {rule}; set it to 1, 2 or "
-                "another value with an integer result"
+                f"model.media.video_fps = {config.video_fps} would place the temporal patches of a "
+                f"video {temporal_patch_positions:g} positions apart, which must be an integer; "
+                "set it to 1, 2 or another value with an integer result"
             )
         return cls(
             _tokens(thinker, cls.MODALITIES), images, videos, audio, int(temporal_patch_positions)

@@ -92,9 +92,10 @@ def _read_frame_table(found: OpenedStream, limits: MediaConfig, location: str) -
             times.append(packet.pts)
             keys += [packet.pts] if packet.is_keyframe else []
         if len(times) > limits.max_video_frames:
-            rule = f"model.media.max_video_frames = {limits.max_video_frames}"
             raise MediaError(
-                f"{location} must have at most {rule}, got more", reason="too_many_frames"
+                f"{location} must have at most model.media.max_video_frames = "
+                f"{limits.max_video_frames}, got more",
+                reason="too_many_frames",
             )
     if not times or (found.stream.frames and len(times) < found.stream.frames):
         raise broken_file(

@@ -37,10 +37,10 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
         device = torch.device("cuda", local_rank)
     if device.type == "cuda" and device.index >= num_gpus:
         build = "with CUDA" if torch.backends.cuda.is_built() else "without CUDA"
-        reason = f"torch {torch.__version__}, built {build}, sees {num_gpus} GPUs"
         raise ConfigError(
-            f"model.device = {name!r} asks for a GPU that is not available: {reason}; give the "
-            "process a GPU, or set model.device = 'auto'"
+            f"model.device = {name!r} asks for a GPU that is not available: torch "
+            f"{torch.__version__}, built {build}, sees {num_gpus} GPUs; give the process a GPU, or "
+            "set model.device = 'auto'"
         )
     return device
 

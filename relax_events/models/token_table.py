@@ -35,12 +35,12 @@ def require_same_vocabulary(policy: Path, teacher: Path, *, section: str = "teac
         for number in policy_tokens.keys() | teacher_tokens.keys()
         if policy_tokens.get(number) != teacher_tokens.get(number)
     )
-    remedy = "use a teacher of the policy's family, with the same tokenizer"
-    difference = (
-        f"token id {at} is {teacher_tokens.get(at)!r} in {section}.model_path = {teacher} "
-        f"and {policy_tokens.get(at)!r} in model.path = {policy}"
+    raise ConfigError(
+        f"teacher and policy must have the same vocabulary: token id {at} is "
+        f"{teacher_tokens.get(at)!r} in {section}.model_path = {teacher} and "
+        f"{policy_tokens.get(at)!r} in model.path = {policy}; use a teacher of the policy's "
+        "family, with the same tokenizer"
     )
-    raise ConfigError(f"teacher and policy must have the same vocabulary: {difference}; {remedy}")
 
 
 def read_vocabulary(folder: Path) -> dict[int, str]:

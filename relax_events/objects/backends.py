@@ -168,11 +168,10 @@ def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
         errors[action] += 1
         text = first_line(error)
         if any(sign in text for sign in NO_SPACE):
-            remedy = (
-                "the object store is full; free space there or set objects.uri to a larger one "
-                f"({text})"
-            )
-            raise StoreUnavailable(f"can't {action} {backend.root}{key}: {remedy}") from error
+            raise StoreUnavailable(
+                f"can't {action} {backend.root}{key}: the object store is full; free space there "
+                f"or set objects.uri to a larger one ({text})"
+            ) from error
         is_ours = isinstance(
             error, (AlreadyExistsError, InvalidPathError, NotSupportedError, ValueError)
         )

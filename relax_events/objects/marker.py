@@ -46,11 +46,10 @@ def read_marker(store: ObjectStore) -> StoreMarker | None:
             str(fields["run_id"]), str(fields["value"]), str(fields.get("cluster_id", ""))
         )
     except (ObjectError, ValueError, KeyError, TypeError) as error:
-        text = (
+        raise ConfigError(
             f"{store.uri(MARKER)} must be a marker with run_id and value, and can't be read as "
-            f"one: {error}"
-        )
-        raise ConfigError(f"{text}; give the run another objects.uri") from error
+            f"one: {error}; give the run another objects.uri"
+        ) from error
 
 
 def claim_store(
@@ -85,15 +84,11 @@ def claim_store(
         and mark.cluster_id != cluster_id
         and logged_marker != mark.value
     ):
-        owner = (
-            f"run {run_id} of Kafka cluster {mark.cluster_id}, and this is a run of that name on "
-            f"cluster {cluster_id}"
+        raise ConfigError(
+            f"the object store {store.uri('')} belongs to run {run_id} of Kafka cluster "
+            f"{mark.cluster_id}, and this is a run of that name on cluster {cluster_id}; give this "
+            "run another run.id or objects.uri, or delete what lies there if that cluster is gone"
         )
-        remedy = (
-            "give this run another run.id or objects.uri, or delete what lies there if that "
-            "cluster is gone"
-        )
-        raise ConfigError(f"the object store {store.uri('')} belongs to {owner}; {remedy}")
     return mark
 
 
@@ -113,8 +108,8 @@ def require_marker(mark: StoreMarker, *, logged_marker: str, store_uri: str) -> 
         ConfigError: They differ.
     """
     if logged_marker and logged_marker != mark.value:
-        rule = (
+        raise ConfigError(
             f"the object store {store_uri} belongs to another run that is called {mark.run_id}: "
-            f"its {MARKER} must hold {logged_marker}, got {mark.value}"
+            f"its {MARKER} must hold {logged_marker}, got {mark.value}; give this run another "
+            "run.id or objects.uri"
         )
-        raise ConfigError(f"{rule}; give this run another run.id or objects.uri")

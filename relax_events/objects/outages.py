@@ -95,10 +95,9 @@ class Outages:
             )
         seconds = self._clock() - self._unavailable_since.setdefault(root, self._clock())
         if seconds + pause_seconds > self._deadline_seconds:
-            limit = f"objects.outage_deadline_seconds = {self._deadline_seconds:g}"
             raise StoreUnavailable(
-                f"{error}; waited for {seconds:.0f} s ({limit}), so this worker ends and has "
-                "to be started again"
+                f"{error}; waited for {seconds:.0f} s (objects.outage_deadline_seconds = "
+                f"{self._deadline_seconds:g}), so this worker ends and has to be started again"
             ) from error
         log.info(
             "objects.wait_started",

@@ -490,12 +490,10 @@ class AllowedRoots:
         """
         for media in list_media(event):
             if not self._contains(media.uri):
-                rule = (
-                    f"media must lie under {' or '.join(self.roots)}, without '..' or other detours"
-                )
                 raise ObjectError(
-                    f"{rule}, got {media.uri!r}; add its root to objects.allowed_roots if "
-                    "the run may read there"
+                    f"media must lie under {' or '.join(self.roots)}, without '..' or other "
+                    f"detours, got {media.uri!r}; add its root to objects.allowed_roots if the run "
+                    "may read there"
                 )
 
     def _contains(self, uri: str) -> bool:

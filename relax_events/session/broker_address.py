@@ -95,9 +95,9 @@ def locate_broker(config: RunConfig, *, by: str, brings_up: bool = True) -> Iter
             f"--directory {where}"
         )
     if broker.state is None:
-        rule = f"no broker was ever started in {where}, so there is no run"
         raise BrokerUnavailable(
-            f"{rule}; start a run, or the broker with: relax broker start --directory {where}"
+            f"no broker was ever started in {where}, so there is no run; start a run, or the "
+            f"broker with: relax broker start --directory {where}"
         )
     with keep_running(broker, by=by) if brings_up else broker.hold():
         yield with_broker_address(config, broker)

@@ -100,10 +100,9 @@ def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
             if not key.startswith(("judge.", "teacher.", "teachers."))
         ]
     ):
-        remedy = f"set {unknown[0]} in the run file, or give the process the folder"
         raise ConfigError(
-            f"{unknown[0]} is derived from the model, and model.path {config.model.path} is "
-            f"not here; {remedy}"
+            f"{unknown[0]} is derived from the model, and model.path {config.model.path} is not "
+            f"here; set {unknown[0]} in the run file, or give the process the folder"
         )
     return whole
 
@@ -149,13 +148,10 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
     if not is_accepted and (
         needing_consent := [change for change in changes if change.rule is Rule.ACCEPTED]
     ):
-        remedy = (
-            "give --accept-changes to continue with them, keep them as they were, or fork the run "
-            "(relax runs fork)"
-        )
         raise ChangesNotAccepted(
-            f"these changes of the run file change what run {run_id} trains from here on; "
-            f"{remedy}\n{format_changes(needing_consent)}"
+            f"these changes of the run file change what run {run_id} trains from here on; give "
+            "--accept-changes to continue with them, keep them as they were, or fork the run "
+            f"(relax runs fork)\n{format_changes(needing_consent)}"
         )
 
 

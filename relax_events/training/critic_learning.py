@@ -203,12 +203,9 @@ class CriticLearner:
                 self._learn(self._take())
                 deadline = Deadline(STEP_SECONDS)
             elif deadline.passed:
-                missing = (
-                    f"train step {self.critic.policy_version}, which led to policy version "
-                    f"{policy_version},"
-                )
                 raise BrokerUnavailable(
-                    f"{missing} can't be read from control.train-steps after "
+                    f"train step {self.critic.policy_version}, which led to policy version "
+                    f"{policy_version}, can't be read from control.train-steps after "
                     f"{STEP_SECONDS:g} s; is the broker down?"
                 )
             self._worker.lifecycle.tick(working=True)

@@ -32,11 +32,8 @@ def open_backend(config: RunConfig, ranks: Ranks) -> TrainerBackend:
     make: type = find_backend(config.trainer)
     backend: TrainerBackend = make(config, ranks=ranks)
     if config.model.replays_routing and backend.experts is None:
-        what = (
-            "model.routing_replay = 'rollout' needs a backend that replays the routing "
-            "from the samples"
-        )
         raise ConfigError(
-            f"{what}, and trainer.backend = {config.trainer.backend!r} does not; leave it out"
+            "model.routing_replay = 'rollout' needs a backend that replays the routing from the "
+            f"samples, and trainer.backend = {config.trainer.backend!r} does not; leave it out"
         )
     return backend

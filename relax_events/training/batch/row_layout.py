@@ -120,10 +120,9 @@ def read_topk_ids(
     """
     ids = _rows(sample, "topk_ids", num_ids)
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        rule = f"topk_ids must be 0 to {vocab_size - 1}"
         raise PoisonSample(
-            f"sample {sample.sample_id}: {rule}, got {ids.min()} to {ids.max()}; do policy "
-            "and teacher share a vocabulary?"
+            f"sample {sample.sample_id}: topk_ids must be 0 to {vocab_size - 1}, got {ids.min()} "
+            f"to {ids.max()}; do policy and teacher share a vocabulary?"
         )
     return ids
 
@@ -140,20 +139,19 @@ def _teacher_logprobs(sample: SampleReady, num_ids: int) -> NDArray[np.float32]:
 
 def _rows(sample: SampleReady | SampleRolledOut, field: str, num_ids: int) -> NDArray[np.generic]:
     if getattr(sample, field) is None:
-        remedy = (
-            "is the role that computes them running, and was the run recorded with these "
-            "distill_tokens?"
-        )
         raise PoisonSample(
-            f"sample {sample.sample_id} has no {field}, and the algorithm needs them; {remedy}"
+            f"sample {sample.sample_id} has no {field}, and the algorithm needs them; is the role "
+            "that computes them running, and was the run recorded with these distill_tokens?"
         )
     values, num_loss_tokens = (
         read_array(sample, field),
         int(read_array(sample, "loss_mask").astype(bool).sum()),
     )
     if values.ndim != 2 or len(values) != num_loss_tokens or values.shape[1] < num_ids:
-        rule = f"{field} must be {num_loss_tokens} loss tokens by at least {num_ids} ids"
-        raise PoisonSample(f"sample {sample.sample_id}: {rule}, got {values.shape}")
+        raise PoisonSample(
+            f"sample {sample.sample_id}: {field} must be {num_loss_tokens} loss tokens by at least "
+            f"{num_ids} ids, got {values.shape}"
+        )
     return values[:, :num_ids]
 
 

@@ -119,12 +119,10 @@ def require_compatible_algorithm(
         "rewards",
         "answers",
     ) and recorded.learns_from != wanted.learns_from:
-        why = (
-            f"algorithm {wanted.name} learns from {wanted.learns_from}, and run {run_id} "
-            f"recorded {recorded.learns_from}"
-        )
         raise ConfigError(
-            f"the rollouts can't be replayed: {why}; set algorithm.name to {recorded.name}"
+            f"the rollouts can't be replayed: algorithm {wanted.name} learns from "
+            f"{wanted.learns_from}, and run {run_id} recorded {recorded.learns_from}; set "
+            f"algorithm.name to {recorded.name}"
         )
 
 
@@ -221,10 +219,9 @@ class ReplaySource:
         except BrokerUnavailable:
             raise
         except BrokerError as error:
-            remedy = f"relax runs show {self._run_id} shows which steps are left; {self._remedy}"
             raise ConfigError(
-                f"steps from {first} of run {self._run_id} can't be trained again: {error}; "
-                f"{remedy}"
+                f"steps from {first} of run {self._run_id} can't be trained again: {error}; relax "
+                f"runs show {self._run_id} shows which steps are left; {self._remedy}"
             ) from error
         self._num_opened -= 1
         return batch

@@ -86,12 +86,9 @@ def require_recorded_teacher(
     if not wanted.distills:
         return
     if not recorded.distills:
-        need = (
-            f"algorithm.distill_coefficient = {wanted.distill_coefficient:g} needs the teacher's "
-            "log-probabilities"
-        )
         raise ConfigError(
-            f"{need}, and run {run_id} was recorded without a teacher; set it to 0, or "
+            f"algorithm.distill_coefficient = {wanted.distill_coefficient:g} needs the teacher's "
+            f"log-probabilities, and run {run_id} was recorded without a teacher; set it to 0, or "
             "record with a teacher"
         )
     had = (
@@ -105,13 +102,10 @@ def require_recorded_teacher(
         else had[1] < wanted.distill_top_k
     )
     if wanted.has_topk_loss and (had[0] != wanted.distill_tokens or has_fewer):
-        need = (
-            f"algorithm.distill_tokens = {wanted.distill_tokens!r} with distill_top_k = "
-            f"{wanted.distill_top_k}"
-        )
         raise ConfigError(
-            f"{need} is not on the log of run {run_id}, which has {had[0]} with {had[1]}; "
-            "replay with those, or with 'sampled'"
+            f"algorithm.distill_tokens = {wanted.distill_tokens!r} with distill_top_k = "
+            f"{wanted.distill_top_k} is not on the log of run {run_id}, which has {had[0]} with "
+            f"{had[1]}; replay with those, or with 'sampled'"
         )
 
 
@@ -213,12 +207,9 @@ class AdvantageRelabeller:
         self, sample: SampleReady, rewards: Mapping[TrajectoryKey, RelabelledReward]
     ) -> RelabelledReward:
         if (reward := rewards.get(trajectory_of(sample))) is None:
-            remedy = (
-                "finish the rescoring with relax rewards rescore, or choose versions that it covers"
-            )
             raise ConfigError(
-                f"sample {sample.sample_id} has no reward under parent.scores = "
-                f"{self._scores!r}; {remedy}"
+                f"sample {sample.sample_id} has no reward under parent.scores = {self._scores!r}; "
+                "finish the rescoring with relax rewards rescore, or choose versions that it covers"
             )
         return reward
 

@@ -152,12 +152,10 @@ def load_published_weights(
         published = StoreReader(store).fetch(history.published[-1])
     except WeightsError as error:
         older = max(history.published[-1].policy_version - 1, 0)
-        way_out = (
-            f"restore its objects, or continue as another run: relax runs fork {run_id} NEW "
-            f"--at-version {older}"
-        )
         raise WeightsError(
-            f"{error}; replay ended near this version, so the trainer needs its weights: {way_out}"
+            f"{error}; replay ended near this version, so the trainer needs its weights: restore "
+            f"its objects, or continue as another run: relax runs fork {run_id} NEW --at-version "
+            f"{older}"
         ) from error
     state, found = reconcile(backend.state(), published.tensors)
     backend.load_state(state)
