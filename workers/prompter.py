@@ -211,7 +211,7 @@ class PrompterLoop:
             low = reader.watermarks(*at)[0]
             if read and low > begins[at]:
                 left = (row for offset, row in read if offset >= low)
-                self._sampler.skip_to_block_of(next(left, read[-1][1]))
+                self._sampler.skip_to_block(next(left, read[-1][1]))
 
     def _recover_trained(self, reader: LogReader, begin: int) -> None:
         """Read the outcomes: a trained batch slot was issued, also where its record is purged."""

@@ -123,7 +123,7 @@ class TeacherScorer(LogprobScorer):
         """Return the section of the sample's teacher."""
         if not self._section_of:
             return "teacher"
-        source = self._config.source_of(_metadata(sample))
+        source = self._config.find_source(_metadata(sample))
         section = self._section_of.get(source, "teacher")
         if section not in self._teachers:
             raise PoisonSample(

@@ -299,12 +299,12 @@ def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarr
     names = samples[0].components.keys()
     for sample in samples:
         if sample.components.keys() != names:
-            found, other = (
+            component_names, other_names = (
                 ", ".join(sorted(keys)) or "none" for keys in (sample.components, names)
             )
             raise RewardError(
-                f"sample {sample.sample_id} has the reward components {found}, another sample "
-                f"of its prompt has {other}"
+                f"sample {sample.sample_id} has the reward components {component_names}, another "
+                f"sample of its prompt has {other_names}"
             )
     return {
         name: np.array([sample.components[name] for sample in samples], np.float64)

@@ -52,7 +52,7 @@ def describe_algorithm(name: str) -> dict[str, Any]:
 
 def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
     """Return what an algorithm needs besides rewards, with the given settings."""
-    wanted = {
+    needs_by_text = {
         "an answer with each prompt, no rewards": spec.learns_from == "answers",
         "a chosen and a rejected answer with each prompt, no rewards": spec.learns_from == "pairs",
         "rewards in components": spec.components,
@@ -62,7 +62,7 @@ def needs(spec: AlgorithmSpec, algorithm: AlgorithmConfig) -> list[str]:
         "the teacher role": algorithm.distills,
         "the whole step before its first backward pass": algorithm.needs_whole_step,
     }
-    return [text for text, is_needed in wanted.items() if is_needed]
+    return [text for text, is_needed in needs_by_text.items() if is_needed]
 
 
 def _format_value(value: Any) -> str:

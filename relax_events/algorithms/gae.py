@@ -18,8 +18,8 @@ from relax_events.errors import RewardError
 
 @dataclass(frozen=True, slots=True)
 class GroupValues:
-    """The loss tokens of a prompt group, a row for each sample: those of all its turns in order,
-    padded with zeros.
+    """The loss tokens of a prompt group, a row for each sample: the tokens of all its turns in
+    order, padded with zeros.
 
     Attributes:
         rewards: A turn's reward at its last loss token, a token's reward at that token, and the

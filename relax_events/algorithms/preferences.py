@@ -95,13 +95,15 @@ def _sum_by_response(
     tokens: LossTokens, values: Float[Tensor, " tokens"], *, mean: bool
 ) -> Float[Tensor, "pairs 2"]:
     """Sum the values over each response, or take their mean."""
-    sums = values.new_zeros(len(tokens.num_loss_tokens)).index_add(0, _sample_of(tokens), values)
+    sums = values.new_zeros(len(tokens.num_loss_tokens)).index_add(
+        0, _index_samples(tokens), values
+    )
     if mean:
         sums = sums / tokens.num_loss_tokens.clamp(min=1).to(sums.dtype)
     return sums.reshape(-1, 2)
 
 
-def _sample_of(tokens: LossTokens) -> Int[Tensor, " tokens"]:
+def _index_samples(tokens: LossTokens) -> Int[Tensor, " tokens"]:
     return torch.arange(
         len(tokens.num_loss_tokens), device=tokens.logprobs.device
     ).repeat_interleave(tokens.num_loss_tokens)
@@ -114,7 +116,7 @@ def _spread_over_pairs(
     implicit_rewards: Float[Tensor, "pairs 2"],
 ) -> PolicyLossOutput:
     """Return the pair's loss and metrics for every loss token."""
-    pair_of, implicit_rewards = _sample_of(tokens) // 2, implicit_rewards.detach()
+    pair_of, implicit_rewards = _index_samples(tokens) // 2, implicit_rewards.detach()
     margin = implicit_rewards[:, 0] - implicit_rewards[:, 1]
     values = ((margin > 0).to(margin.dtype), margin, implicit_rewards[:, 0], implicit_rewards[:, 1])
     metrics: dict[str, Float[Tensor, " tokens"]] = {

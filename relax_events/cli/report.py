@@ -34,7 +34,7 @@ def report(config: Path, *overrides: str) -> int:
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         settings = resolve_parent(settings)
         settings, _ = resolve_defaults(
-            settings, known=known_settings(settings, read_last_session(settings))
+            settings, earlier_config=known_settings(settings, read_last_session(settings))
         )
         written, ledger = rewrite_report(settings, on_progress=ReadingProgress(print_progress))
         write_snapshot(settings, written)

@@ -27,7 +27,7 @@ NOT_SHARED = (
     "dpo_beta", "label_smoothing", "length_normalised", "nll_coefficient",
     "trust_radius", "ratio_cap",
 )  # fmt: skip
-"""Settings that only some algorithms have; those of the others are null."""
+"""Settings that only some algorithms have; they are null for the others."""
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 """What the corrections with a range take when the run file names none."""
 
@@ -211,36 +211,36 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_own_defaults(cls, given: Any, info: ValidationInfo) -> Any:
+    def _take_own_defaults(cls, settings: Any, info: ValidationInfo) -> Any:
         """Merge the given settings into the algorithm's defaults; a run description is complete
         and needs no file to be read.
         """
-        name = given.get("name", "grpo") if isinstance(given, Mapping) else None
+        name = settings.get("name", "grpo") if isinstance(settings, Mapping) else None
         if (
             not isinstance(name, str)
             or is_from_log(name, info)
-            or (cls.model_fields.keys() <= given.keys() and _file_is_missing(name))
+            or (cls.model_fields.keys() <= settings.keys() and _file_is_missing(name))
         ):
-            return given
+            return settings
         try:
             spec = find_algorithm(name)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        if not isinstance(given.get("options"), Mapping | None) or not isinstance(
-            given.get("correction", ""), str
+        if not isinstance(settings.get("options"), Mapping | None) or not isinstance(
+            settings.get("correction", ""), str
         ):
-            return given  # of the wrong type: reported for each key below
+            return settings  # of the wrong type: reported for each key below
         unused = {key: None for key in NOT_SHARED if key not in spec.settings}
         _refuse_unknown(spec)
-        _refuse_unused(spec, given, unused)
+        _refuse_unused(spec, settings, unused)
         tree = (
             unused
             | dict(spec.settings)
-            | {key: value for key, value in given.items() if value is not None}
+            | {key: value for key, value in settings.items() if value is not None}
         )
         return (
             tree
-            | {"options": dict(spec.options) | dict(given.get("options") or {})}
+            | {"options": dict(spec.options) | dict(settings.get("options") or {})}
             | _correction_range(tree)
         )
 
@@ -466,12 +466,14 @@ class AlgorithmConfig(Section):
         """What the critic's returns are computed by, where it differs from what the policy's
         advantages are.
         """
-        own = self.gae_lambda if self.critic_gae_lambda is None else self.critic_gae_lambda
-        if own == self.gae_lambda and not self.length_adaptive_alpha:
+        critic_lambda = (
+            self.gae_lambda if self.critic_gae_lambda is None else self.critic_gae_lambda
+        )
+        if critic_lambda == self.gae_lambda and not self.length_adaptive_alpha:
             return None
         return self.model_copy(
             update={
-                "gae_lambda": own,
+                "gae_lambda": critic_lambda,
                 "length_adaptive_alpha": 0.0
                 if self.length_adaptive_alpha
                 else self.length_adaptive_alpha,
@@ -551,28 +553,28 @@ def _refuse_unknown(spec: AlgorithmSpec) -> None:
 
 
 def _refuse_unused(
-    spec: AlgorithmSpec, given: Mapping[str, Any], unused: Mapping[str, None]
+    spec: AlgorithmSpec, settings: Mapping[str, Any], unused: Mapping[str, None]
 ) -> None:
     for key in unused:
-        if given.get(key) is not None:
+        if settings.get(key) is not None:
             uses = (
                 ", ".join(name for name in NOT_SHARED if name not in unused) or "none of its kind"
             )
             raise ValueError(
-                f"{key} = {given[key]!r} is not used by {spec.name}, which has {uses}; leave "
+                f"{key} = {settings[key]!r} is not used by {spec.name}, which has {uses}; leave "
                 f"{key} out"
             )
     for key, reason in spec.excluded.items():
         if (
-            given.get(
+            settings.get(
                 key, inert := spec.settings.get(key, AlgorithmConfig.model_fields[key].default)
             )
             != inert
         ):
             raise ValueError(
-                f"{key} = {given[key]!r} is not for {spec.name}: {reason}; leave {key} out"
+                f"{key} = {settings[key]!r} is not for {spec.name}: {reason}; leave {key} out"
             )
-    for key in given.get("options") or {}:
+    for key in settings.get("options") or {}:
         if key not in spec.options:
             raise ValueError(
                 f"options.{key} is not an option of {spec.name}, which has "

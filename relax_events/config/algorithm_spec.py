@@ -145,21 +145,21 @@ def resolve(function: Function) -> Callable[..., Any]:
     """Return a function of a spec, loading its module if need be."""
     if not isinstance(function, str):
         return function
-    found: Callable[..., Any] = pkgutil.resolve_name(function)
-    return found
+    target: Callable[..., Any] = pkgutil.resolve_name(function)
+    return target
 
 
 GROUP_SIZES = {"answers": 1, "pairs": 2}
 """Samples of a prompt group, by what the algorithm learns from."""
 
 
-def with_group_size(given: Any, info: ValidationInfo) -> Any:
+def with_group_size(tree: Any, info: ValidationInfo) -> Any:
     """Fill in `run.samples_per_prompt` where the algorithm leaves no choice and the run file does
     not name it.
     """
     algorithm, run = (
-        (given.get(name) for name in ("algorithm", "run"))
-        if isinstance(given, Mapping)
+        (tree.get(name) for name in ("algorithm", "run"))
+        if isinstance(tree, Mapping)
         else (None, None)
     )
     if (
@@ -167,12 +167,12 @@ def with_group_size(given: Any, info: ValidationInfo) -> Any:
         or not isinstance(run, Mapping)
         or "samples_per_prompt" in run
     ):
-        return given
+        return tree
     name = str(algorithm.get("name", "grpo"))
     if is_from_log(name, info):
-        return given
+        return tree
     try:
         size = GROUP_SIZES.get(find_algorithm(name).learns_from)
     except ConfigError:  # reported by the section's own check
-        return given
-    return given if size is None else {**given, "run": {**run, "samples_per_prompt": size}}
+        return tree
+    return tree if size is None else {**tree, "run": {**run, "samples_per_prompt": size}}

@@ -181,9 +181,9 @@ class BrokerConfig(Section):
     @field_validator("client")
     @classmethod
     def _promises_stay(cls, client: dict[str, Any]) -> dict[str, Any]:
-        if taken := sorted(GUARDED_CLIENT_KEYS & client.keys()):
+        if guarded_keys := sorted(GUARDED_CLIENT_KEYS & client.keys()):
             raise ValueError(
-                f"{taken[0]} carries a delivery promise and can't be overridden; remove it "
+                f"{guarded_keys[0]} carries a delivery promise and can't be overridden; remove it "
                 "from broker.client"
             )
         return client

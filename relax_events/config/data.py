@@ -96,19 +96,19 @@ class RowsConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _rows_to_learn_need_no_answer(cls, given: Any) -> Any:
+    def _rows_to_learn_need_no_answer(cls, section: Any) -> Any:
         if (
-            not isinstance(given, Mapping)
-            or "answer_key" in given
-            or not any(given.get(key) for key in KEYS_TO_LEARN)
+            not isinstance(section, Mapping)
+            or "answer_key" in section
+            or not any(section.get(key) for key in KEYS_TO_LEARN)
         ):
-            return given
-        return {**given, "answer_key": ""}
+            return section
+        return {**section, "answer_key": ""}
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> RowsConfig:
-        given = [key for key in KEYS_TO_LEARN if getattr(self, key)]
-        if given not in (
+        keys = [key for key in KEYS_TO_LEARN if getattr(self, key)]
+        if keys not in (
             [],
             ["completion_key"],
             ["conversation_key"],
@@ -117,9 +117,9 @@ class RowsConfig(Section):
             raise ValueError(
                 "completion_key, conversation_key, or chosen_key with rejected_key name what "
                 "the policy "
-                f"learns, got {' and '.join(given)}"
+                f"learns, got {' and '.join(keys)}"
             )
-        if not self.prompt_key and not self.prompt_template and "chosen_key" not in given:
+        if not self.prompt_key and not self.prompt_template and "chosen_key" not in keys:
             raise ValueError(
                 "prompt_key must name a column, got ''; it may be empty where chosen_key and "
                 "rejected_key bring the prompt"
@@ -158,7 +158,7 @@ class DataConfig(RowsConfig):
     """See `[[data.datasets]]`; its other keys are set here when the run has one source."""
     chat_template: Annotated[bool, accepted(PROMPTS)] = True
     """Render by the tokenizer's chat template, for which control tokens that a message spells are
-    text; false uses the prompt unchanged, and those that it spells are tokens."""
+    text; false uses the prompt unchanged, and control tokens that it spells are tokens."""
     chat_template_file: Annotated[FilePath | None, accepted(PROMPTS)] = None
     """A Jinja file to use instead of the tokenizer's own template."""
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING, accepted(PROMPTS)] = Field(
@@ -195,16 +195,16 @@ class DataConfig(RowsConfig):
                 "[[data.datasets]] are both set; give one or the other"
             )
         fields = RowsConfig.model_fields.items()
-        given = [
+        changed_keys = [
             name
             for name, field in fields
             if name != "source"
             and getattr(self, name) != field.get_default(call_default_factory=True)
         ]
-        if self.datasets and given:
+        if self.datasets and changed_keys:
             raise ValueError(
-                f"data.{given[0]} is a dataset's own where there are [[data.datasets]]; move "
-                "it into their tables"
+                f"data.{changed_keys[0]} is a dataset's own where there are [[data.datasets]]; "
+                "move it into their tables"
             )
         return self
 

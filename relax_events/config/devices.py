@@ -13,10 +13,10 @@ Indices = tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class DevicesConfig(Section):
-    """GPUs by role, as indices among those that `relax run` sees (`CUDA_VISIBLE_DEVICES`).
+    """GPUs by role, as indices among the GPUs that `relax run` sees (`CUDA_VISIBLE_DEVICES`).
 
     A role that is left out is placed by itself: each rank of the trainer on a device of its own
-    from 0 on, the other roles on those that are left, or with the trainer where none is. The
+    from 0 on, the other roles on the devices that are left, or with the trainer where none is. The
     workers of a role take the devices of its list in turn, and may share them with other roles.
     `relax plan` shows the result, and what each device has to hold.
     """
@@ -52,6 +52,6 @@ class DevicesConfig(Section):
             if isinstance(named := getattr(self, name), tuple) and named
         }
 
-    def key_of(self, role: str) -> str:
+    def find_key(self, role: str) -> str:
         """Return the key of a role."""
         return role.replace("-", "_")

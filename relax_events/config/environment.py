@@ -122,7 +122,7 @@ class EnvironmentConfig(Section):
     program calls no model. After the last attempt the prompt becomes a dead letter, and its prompt
     group fails without a score."""
     max_media_files: Positive = 64
-    """Maximum media files that one program may show the policy, those of its row included
+    """Maximum media files that one program may show the policy, its row's files included
     (`command`). `model.media` bounds the size of each."""
     tool_call_format: Literal[
         "auto", "hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek"
@@ -147,17 +147,17 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 "function and command are two ways to answer the policy; leave one of them out"
             )
-        wanted = {"openenv": "address", "mcp": "tool_servers"}.get(self.interface, "function")
-        given = [key for key in ("address", "tool_servers", "function") if getattr(self, key)]
-        if self.holds_sessions and given != [wanted]:
-            found = ", ".join(given) or "nothing"
+        required_key = {"openenv": "address", "mcp": "tool_servers"}.get(self.interface, "function")
+        keys = [key for key in ("address", "tool_servers", "function") if getattr(self, key)]
+        if self.holds_sessions and keys != [required_key]:
+            names = ", ".join(keys) or "nothing"
             raise ValueError(
-                f"interface = {self.interface!r} needs {wanted} alone, got {found}; set "
-                f"environment.{wanted}"
+                f"interface = {self.interface!r} needs {required_key} alone, got {names}; set "
+                f"environment.{required_key}"
             )
-        if not self.holds_sessions and given not in ([], ["function"]):
+        if not self.holds_sessions and keys not in ([], ["function"]):
             raise ValueError(
-                f"{given[0]} is for interface 'openenv' or 'mcp', got {self.interface!r}; set "
+                f"{keys[0]} is for interface 'openenv' or 'mcp', got {self.interface!r}; set "
                 "environment.interface"
             )
         if self.holds_sessions and self.command:

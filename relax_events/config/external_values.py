@@ -90,16 +90,16 @@ def names_in(
         field = model.model_fields.get(name)
         if field is None or value is None:
             continue
-        if (inner := model_of(field.annotation)) is not None:
+        if (inner := find_table(field.annotation)) is not None:
             for key, table in _tables(
                 value, f"{prefix}{name}", by_name=get_origin(field.annotation) is dict
             ):
                 yield from names_in(table, inner, prefix=f"{key}.")
         elif value != _default(field):
-            yield from _named(f"{prefix}{name}", value, kind_of(field))
+            yield from _named(f"{prefix}{name}", value, find_kind(field))
 
 
-def kind_of(field: FieldInfo) -> Names:
+def find_kind(field: FieldInfo) -> Names:
     """Return what a key names; a key whose type does not say names anything, unless it holds
     numbers, truths and fixed words alone.
     """
@@ -112,11 +112,11 @@ def is_marked(field: FieldInfo) -> bool:
     return next(_marks(field), None) is not None
 
 
-def model_of(kind: Any) -> type[BaseModel] | None:
+def find_table(kind: Any) -> type[BaseModel] | None:
     """Return the table that a key holds, alone, in a list or by name; None for other keys."""
     if isinstance(kind, type) and get_origin(kind) is None:
         return kind if issubclass(kind, BaseModel) else None
-    return next((found for arm in get_args(kind) if (found := model_of(arm)) is not None), None)
+    return next((table for arm in get_args(kind) if (table := find_table(arm)) is not None), None)
 
 
 def _marks(field: FieldInfo) -> Iterator[Names]:
@@ -144,7 +144,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _tables(value: Any, key: str, *, by_name: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Give the tables of a key: itself, those of a list, or those by name."""
+    """Give the tables of a key: itself, a list's tables, or tables by name."""
     if isinstance(value, list):
         yield from ((f"{key}.{index}", table) for index, table in enumerate(value))
     elif by_name:

@@ -22,7 +22,7 @@ from relax_events.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "RELAX_"
 MAX_DEPTH = 64
-"""Of sections and lists within each other; those of a run file are some six deep."""
+"""Of sections and lists within each other; a run file's are some six deep."""
 MAX_TOLD = 20
 """Number of problems of a run file that are reported: to find the key that was meant takes some
 milliseconds each."""
@@ -81,10 +81,14 @@ def load_run_config(
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        found = error.errors()
-        more = [f"{path}: {len(found) - MAX_TOLD} problems more"] if len(found) > MAX_TOLD else []
+        problems = error.errors()
+        more = (
+            [f"{path}: {len(problems) - MAX_TOLD} problems more"]
+            if len(problems) > MAX_TOLD
+            else []
+        )
         raise ConfigError(
-            "\n".join([*(_explain(item, path) for item in found[:MAX_TOLD]), *more])
+            "\n".join([*(_explain(item, path) for item in problems[:MAX_TOLD]), *more])
         ) from None
 
 
@@ -116,9 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _require_shallow(tree: Mapping[str, Any], path: Path) -> None:
-    """Refuse sections within sections without end: whatever looks through them afterwards goes down
-    into each.
-    """
+    """Refuse a run file that nests too many sections: later steps recurse into each of them."""
     level: list[Any] = [tree]
     for _ in range(MAX_DEPTH):
         inner = [
@@ -155,7 +157,7 @@ def _dotted(table: Any) -> Iterator[str]:
 
 
 def shown(text: str) -> str:
-    """Return an argument as it may be shown in an error: nothing of one that may hold a secret."""
+    """Return an argument as an error may show it: nothing of an argument that may hold a secret."""
     names_secret = any(
         word in text.lower() for word in ("password", "secret", "passphrase", "ssl.key")
     )
@@ -202,10 +204,10 @@ def _rule(text: str) -> str:
 
 
 def _nearest(location: list[str]) -> str:
-    known = _known_keys(RunConfig)
-    wanted = ".".join(location)
-    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
-    same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == location[-1]]
+    keys = _known_keys(RunConfig)
+    unknown_key = ".".join(location)
+    close = difflib.get_close_matches(unknown_key, keys, n=1, cutoff=0.4)
+    same_leaf = [key for key in keys if key.rsplit(".", 1)[-1] == location[-1]]
     candidates = same_leaf or close
     return (
         f"did you mean {candidates[0]}?"

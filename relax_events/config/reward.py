@@ -121,7 +121,7 @@ class RewardConfig(ChosenReward):
             if one.function == JUDGED and "url" not in one.options
         )
 
-    def source_of(self, metadata: Mapping[str, Any]) -> str | None:
+    def find_source(self, metadata: Mapping[str, Any]) -> str | None:
         """Return which of `chosen` a sample with this metadata goes to."""
         source = metadata.get(self.route_key)
         return source if isinstance(source, str) and source in self.routes else None

@@ -217,17 +217,17 @@ class TelemetryConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_removed_tensorboard(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "tensorboard" in given:
-            if given["tensorboard"]:
+    def _refuse_removed_tensorboard(cls, section: Any) -> Any:
+        if isinstance(section, dict) and "tensorboard" in section:
+            if section["tensorboard"]:
                 raise ValueError(
                     "tensorboard is one of several trackers now, and the default of "
                     "telemetry.trackers"
                 )
             return {
-                name: value for name, value in given.items() if name != "tensorboard"
+                name: value for name, value in section.items() if name != "tensorboard"
             }  # as the logs of earlier releases say
-        return given
+        return section
 
     def worker_port(self, index: int) -> int:
         """Return the port of the worker at this index on its machine; 0
@@ -335,8 +335,8 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _take_group_size(cls, given: Any, info: ValidationInfo) -> Any:
-        return with_group_size(given, info)
+    def _take_group_size(cls, tree: Any, info: ValidationInfo) -> Any:
+        return with_group_size(tree, info)
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> RunConfig:

@@ -9,7 +9,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from relax_events.config.external_values import model_of
+from relax_events.config.external_values import find_table
 from relax_events.config.resume_rules import IN_FLIGHT, OnResume, Rule
 from relax_events.config.run_config import RunConfig
 
@@ -43,7 +43,7 @@ def changes_between(
         new_tree: The new run description.
     """
     before, after = dict(_leaves(old_tree)), dict(_leaves(new_tree))
-    found = [
+    changes = [
         _change(key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
@@ -52,7 +52,7 @@ def changes_between(
         " ".join(sorted(config.roles().keys() - {"evaluator", "judge"})) for config in (old, new)
     )
     if was != will_be:
-        found.append(
+        changes.append(
             Change(
                 "roles",
                 was,
@@ -61,7 +61,7 @@ def changes_between(
                 f"{IN_FLIGHT}, and were not worked on by the roles that come in",
             )
         )
-    return found
+    return changes
 
 
 def find_rule(key: str) -> OnResume:
@@ -103,7 +103,7 @@ def _get_section(field: FieldInfo) -> type[BaseModel] | None:
     """Return the section that a key is; None for other keys, and for lists and tables by name,
     which change as a whole.
     """
-    return None if get_origin(field.annotation) else model_of(field.annotation)
+    return None if get_origin(field.annotation) else find_table(field.annotation)
 
 
 def _change(key: str, old: Any, new: Any) -> Change:

@@ -52,7 +52,7 @@ class TeacherConfig(TeacherModelConfig):
     max_request_tokens: Annotated[Positive, free(SPEED)] = 262_144
     """Tokens of a record batch that is sent to servers (`urls`)."""
 
-    def source_of(self, metadata: Mapping[str, Any]) -> str:
+    def find_source(self, metadata: Mapping[str, Any]) -> str:
         """Return the source of a sample with this metadata; empty where they name none."""
         source = metadata.get(self.route_key)
         return source if isinstance(source, str) else ""

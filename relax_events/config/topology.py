@@ -163,10 +163,6 @@ class Topology:
             groups[tuple(getattr(at, name) for name in FIXED[axis])].append(rank)
         return sorted(groups.values())
 
-    def group_of(self, rank: int, axis: Axis) -> list[int]:
-        """Return the ranks of a rank's group along an axis, ascending."""
-        return next(group for group in self.groups(axis) if rank in group)
-
     def data_leader(self, data: int) -> int:
         """Return the rank that reads the log for a data coordinate."""
         return data * self.tensor * self.context

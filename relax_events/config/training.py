@@ -148,7 +148,7 @@ class TrainerConfig(Section):
     processors, divided among the workers that compute on this machine."""
     collective_timeout_seconds: Annotated[Seconds, free("when a rank counts as lost")] = 1800.0
     """Deadline of a collective between ranks: longer than the slowest rank's part of a step, and
-    than rank 0's writing of a version. A dead rank is detected at once, whatever this is."""
+    than rank 0's writing of a version. A dead rank is detected at once in any case."""
 
     def topology(self, num_ranks: int | None = None) -> Topology:
         """Return how the ranks are laid out.

@@ -8,7 +8,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 
 from relax_events.config.base import BY_MACHINE, Section, is_derived
-from relax_events.config.external_values import model_of
+from relax_events.config.external_values import find_table
 from relax_events.config.run_config import RunConfig
 
 
@@ -17,7 +17,7 @@ def _list_derived(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
     for name, field in model.model_fields.items():
         if is_derived(field):
             yield f"{prefix}{name}", BY_MACHINE in field.metadata
-        elif get_origin(field.annotation) is None and (section := model_of(field.annotation)):
+        elif get_origin(field.annotation) is None and (section := find_table(field.annotation)):
             yield from _list_derived(section, f"{prefix}{name}.")
 
 
@@ -27,12 +27,12 @@ OF_RUN = tuple(key for key, is_by_machine in _list_derived(RunConfig) if not is_
 """Derived keys that follow from the run file and its model."""
 
 
-def value_of(config: Section, key: str) -> Any:
-    """Return the value of a dotted key; None for one that is yet to be derived."""
-    found: Any = config
+def get_value(config: Section, key: str) -> Any:
+    """Return the value of a dotted key; None for a key that is yet to be derived."""
+    value: Any = config
     for name in key.split("."):
-        found = _member(found, name)
-    return found
+        value = _member(value, name)
+    return value
 
 
 def _member(section: Any, name: str) -> Any:
@@ -55,22 +55,22 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
 
 
 def _with(section: Any, values: Mapping[str, Any]) -> Any:
-    own, inner = {}, dict[str, dict[str, Any]]()
+    updates, inner = {}, dict[str, dict[str, Any]]()
     for key, value in values.items():
         name, _, rest = key.partition(".")
         if rest:
             inner.setdefault(name, {})[rest] = value
         else:
-            own[name] = value
-    own |= {name: _with(_member(section, name), further) for name, further in inner.items()}
+            updates[name] = value
+    updates |= {name: _with(_member(section, name), further) for name, further in inner.items()}
     if isinstance(section, Mapping):
-        return {**section, **own}
-    return section.model_copy(update=own) if own else section
+        return {**section, **updates}
+    return section.model_copy(update=updates) if updates else section
 
 
 def missing_keys(config: RunConfig) -> list[str]:
-    """Return the keys that are yet to be derived; those of a judge or a teacher only where the run
-    has one.
+    """Return the keys that are yet to be derived; keys of a judge or a teacher only if the run has
+    one.
     """
     absent = [
         name
@@ -84,5 +84,5 @@ def missing_keys(config: RunConfig) -> list[str]:
     return [
         key
         for key in (*OF_RUN, *of_teachers, *OF_MACHINE)
-        if key.partition(".")[0] not in absent and value_of(config, key) is None
+        if key.partition(".")[0] not in absent and get_value(config, key) is None
     ]

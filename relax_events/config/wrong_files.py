@@ -42,8 +42,8 @@ def _explain_folder(path: Path) -> str:
         return f"{path} is a model's folder and no run file; {remedy}"
     if (path / "run.json").is_file():
         return f"{path} is a run's folder; its run file as resolved is {path / 'run.json'}"
-    found = sorted(one.name for one in path.glob("*.toml"))[:3]
-    remedy = f"give one of its files: {', '.join(found)}" if found else f"give a file; {EXAMPLE}"
+    names = sorted(one.name for one in path.glob("*.toml"))[:3]
+    remedy = f"give one of its files: {', '.join(names)}" if names else f"give a file; {EXAMPLE}"
     return f"{path} is a folder and no run file; {remedy}"
 
 

@@ -220,7 +220,7 @@ class Child:
         self._process.stdin.close()
 
     def end(self, *, exit_seconds: float = 0.0) -> str:
-        """Kill the process and those that it started; return its exit code or signal, readable.
+        """Kill the process and its descendants; return its exit code or signal, readable.
 
         Args:
             exit_seconds: Time to exit by itself before.

@@ -110,18 +110,18 @@ def _close(state: PoolState, exit_seconds: float) -> None:
         state.close()
         return
     driver = state.driver
-    taken = Event()
+    are_taken = Event()
     children: list[Child] = []
 
     def take() -> None:
         children.extend(state.close())
-        taken.set()
+        are_taken.set()
 
     if driver.is_current_thread:
         take()
     else:
         driver.post(take)
-        taken.wait(KILL_SECONDS)
+        are_taken.wait(KILL_SECONDS)
     deadline = time.monotonic() + exit_seconds
     for child in children:
         child.end(exit_seconds=max(0.0, deadline - time.monotonic()))

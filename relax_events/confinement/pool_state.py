@@ -309,7 +309,7 @@ class PoolState:
 
 
 def _take(waiting: deque[Request], room: int, *, is_idle: bool) -> list[Request]:
-    """Take requests from the front; one that must run alone goes to an idle child."""
+    """Take requests from the front; a request that must run alone goes to an idle child."""
     if waiting[0].is_alone:
         return [waiting.popleft()] if is_idle else []
     requests: list[Request] = []

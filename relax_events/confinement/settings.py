@@ -23,8 +23,8 @@ class ChildSettings:
         size: Number of children.
         start_seconds: Deadline of loading.
         silent_seconds: A child that has work and says nothing for so long is lost.
-        fixed_facts: Keys of the first message that must be the same for all children, those that
-            are started later too.
+        fixed_facts: Keys of the first message that must be the same for all children, also for
+            children that are started later.
         confines_itself: Whether the child applies the confinement that its setup names, once it has
             prepared what the profile would refuse, and before it touches foreign bytes.
         keeps_state: Whether a child's state is lost with it: then its requests are never repeated.

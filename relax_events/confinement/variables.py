@@ -1,4 +1,4 @@
-"""Environment variables of child processes: those that are listed here, which hold no secret."""
+"""Environment variables of child processes: the variables listed here, which hold no secret."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ ALLOWED_PREFIXES = ("LC_", "OMP_", "MKL_", "OPENBLAS_")
 def build_child_environment(
     also: Iterable[str] = (), *, prefixes: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """Return the variables for a child process: the allowed ones, and those that the caller names.
+    """Return the variables for a child process: the allowed ones, and the ones the caller names.
 
     `OMP_NUM_THREADS` is 1 unless it is set. The address of a proxy has no login, unless the caller
     names its variable: the proxy then says that it wants one.
@@ -59,9 +59,9 @@ def build_child_environment(
         also: Names of further variables.
         prefixes: Prefixes of the names of further variables.
     """
-    given = frozenset(also)
-    named, begin = ALLOWED | given, (*ALLOWED_PREFIXES, *prefixes)
-    without_login = set(PROXIES) - given
+    names = frozenset(also)
+    named, begin = ALLOWED | names, (*ALLOWED_PREFIXES, *prefixes)
+    without_login = set(PROXIES) - names
     return {
         "OMP_NUM_THREADS": "1",
         **{

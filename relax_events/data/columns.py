@@ -70,12 +70,12 @@ class ColumnReader:
     def required_columns(self, columns: list[str]) -> list[str]:
         """Return the columns of a file that a row needs."""
         keys = self._config.metadata_keys
-        wanted = {
+        needed_columns = {
             name
             for key in (*self._used_keys, *(keys or ()))
             for name in (key, key.partition(".")[0])
         }
-        return [name for name in columns if keys is None or name in wanted]
+        return [name for name in columns if keys is None or name in needed_columns]
 
     def read_row(self, columns: Any, location: str) -> PromptRow:
         """Build the prompt of one row.

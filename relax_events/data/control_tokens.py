@@ -43,7 +43,7 @@ text."""
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer: those that it calls special, and those that the caller
+    """The control tokens of a tokenizer: tokens that it calls special, and tokens that the caller
     names.
     """
 
@@ -94,8 +94,8 @@ class ControlTokens:
         if is_free and not self._spelled.search(text):
             return text
 
-        def mark(found: re.Match[str]) -> str:
-            text = found[0]
+        def mark(match: re.Match[str]) -> str:
+            text = match[0]
             if is_turn and text in TURN_TAGS:
                 return text
             self._report(text)
@@ -108,11 +108,11 @@ class ControlTokens:
         text; after the last piece there is none.
         """
         piece, end = "", 0
-        for found in () if rendered.isascii() else self._in_rendered.finditer(rendered):
-            piece += rendered[end : found.start()]
-            end = found.end()
-            if (text := self._texts.get(found[0])) is None:
-                piece += found[0][-1]  # the content has this character
+        for match in () if rendered.isascii() else self._in_rendered.finditer(rendered):
+            piece += rendered[end : match.start()]
+            end = match.end()
+            if (text := self._texts.get(match[0])) is None:
+                piece += match[0][-1]  # the content has this character
             else:
                 yield piece, text
                 piece = ""
@@ -144,22 +144,22 @@ class ControlTokens:
         """
         joined: list[Any] = []
         for is_text, run in groupby(parts, _is_text):
-            found = list(run)
-            if is_text and len(found) > 1 and self._spells_across([one["text"] for one in found]):
-                found = [{**found[0], "text": "".join(one["text"] for one in found)}]
-            joined += found
+            texts = list(run)
+            if is_text and len(texts) > 1 and self._spells_across([one["text"] for one in texts]):
+                texts = [{**texts[0], "text": "".join(one["text"] for one in texts)}]
+            joined += texts
         return joined
 
     def _spells_across(self, texts: Sequence[str]) -> bool:
         ends = list(accumulate(map(len, texts)))
         return any(
-            ends[bisect_right(ends, found.start())] < found.end()
-            for found in self._spelled.finditer("".join(texts))
+            ends[bisect_right(ends, match.start())] < match.end()
+            for match in self._spelled.finditer("".join(texts))
         )
 
     def _without_control(self, text: str, tokens: list[int]) -> list[int]:
-        """Return the tokens if none is a control token, else those of each character: a model of
-        pieces may have the text as one.
+        """Return the tokens if none is a control token, else the tokens of each character: a model
+        of pieces may have the text as one.
         """
         if not set(self._ids.values()).intersection(tokens):
             return tokens
@@ -169,9 +169,10 @@ class ControlTokens:
     def _encode_as_text(self, texts: Sequence[str]) -> list[list[int]]:
         if isinstance(self._tokenizer, FolderTokenizer):
             return self._tokenizer.encode_as_text(texts)
-        own = copy.deepcopy(self._tokenizer)  # the option changes it for other threads too
+        tokenizer = copy.deepcopy(self._tokenizer)  # the option changes it for other threads too
         return [
-            own.encode(text, add_special_tokens=False, split_special_tokens=True) for text in texts
+            tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            for text in texts
         ]
 
     def _report(self, text: str) -> None:

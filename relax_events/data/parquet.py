@@ -203,17 +203,17 @@ def parquet_files(path: Path, split: str, *, section: str) -> list[Path]:
         )
     if irregular := next((file for file in files if file.exists() and not file.is_file()), None):
         raise ConfigError(f"data file {irregular} is not a regular file; remove it from {path}")
-    selected = [file for file in files if not split or split in splits_of(file.relative_to(path))]
+    selected = [file for file in files if not split or split in list_splits(file.relative_to(path))]
     if not selected:
-        known = sorted({splits_of(file.relative_to(path))[0] for file in files})
+        splits = sorted({list_splits(file.relative_to(path))[0] for file in files})
         raise ConfigError(
-            f"data folder {path} has no split {split!r}, only {', '.join(known)}; set "
+            f"data folder {path} has no split {split!r}, only {', '.join(splits)}; set "
             f"{section}.split"
         )
     return selected
 
 
-def splits_of(file: Path) -> tuple[str, ...]:
+def list_splits(file: Path) -> tuple[str, ...]:
     """Return the split names that a file may belong to: `train` for `train-00000-of-00002.parquet`
     and for `train/0000.parquet`.
     """

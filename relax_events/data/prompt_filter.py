@@ -135,7 +135,7 @@ class PassRateFilter:
 
 class FunctionFilter:
     """Calls the user's function: `choose(prompt, *, answer, metadata, mean_rewards, train_step)`,
-    with those of the keyword arguments that it names.
+    with the keyword arguments that it names.
 
     A number is the row's rank, None or False skips the row, True keeps its order.
     """

@@ -75,7 +75,7 @@ class PromptSampler:
             self._used_rows.add(row)
             self._advance_floor()
 
-    def skip_to_block_of(self, row: int) -> None:
+    def skip_to_block(self, row: int) -> None:
         """Mark all rows up to the first row that the log still contains; the records of earlier
         rows may have been deleted.
 

@@ -34,7 +34,7 @@ ANSWER_MARK = "\ue000"
 class PromptRenderer:
     """Renders conversations to tokens, and decodes completions to text.
 
-    `stop_token_ids` are the tokens that end a completion: those of the tokenizer and of the model's
+    `stop_token_ids` are the tokens that end a completion, by the tokenizer and the model's
     generation settings.
     """
 
@@ -278,7 +278,7 @@ class PromptRenderer:
         return self.completion_text(tokens)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Tokenize a text without adding special tokens; those that it spells are tokens."""
+        """Tokenize a text without adding special tokens; special tokens in it are tokens."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def encode_rendered(self, text: str) -> NDArray[np.int32]:

@@ -89,11 +89,11 @@ def create_task(
         EnvironmentProblem: reasoning-gym is not installed.
     """
     package = import_reasoning_gym()
-    known = package.factory.DATASETS
-    if task not in known:
+    tasks = package.factory.DATASETS
+    if task not in tasks:
         raise ConfigError(
             f"reasoning-gym has no task {task!r}; set data.source = 'reasoning_gym:<task>' "
-            f"to one of {', '.join(sorted(known))}"
+            f"to one of {', '.join(sorted(tasks))}"
         )
     try:
         return package.create_dataset(task, size=size, seed=seed, **(options or {}))

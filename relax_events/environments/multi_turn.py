@@ -7,7 +7,7 @@ ends the sample.
 
 Tokens are never rendered again: sampled ones stay as they are, and a reply's are appended. So the
 trainer reads exactly the engine's tokens. The same holds for media: a reply's references follow
-those of the prompt.
+the references of the prompt.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class MultiTurnEngine(TurnEngine[PendingReply]):
                 self._submit_turn(episode, episode.aborted_turn(sample))
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
-        """Remove the named samples, or all of them without `sample_ids`; those that wait for the
+        """Remove the named samples, or all of them without `sample_ids`; samples that wait for the
         environment keep all their turns.
         """
         aborted = []

@@ -204,7 +204,7 @@ class SessionEngine(TurnEngine[PendingAnswer]):
         self._engine.submit(episode.next_request(episode.empty_turn()))
 
     def _take_turn(self, turn: GeneratedSample) -> None:
-        """Pass a complete turn to the environment; one that was cut off ends the sample."""
+        """Pass a complete turn to the environment; a turn that was cut off ends the sample."""
         talk = self._talks[turn.sample_id]
         episode = talk.episode
         assert episode is not None, "the engine has its turn"
@@ -261,15 +261,15 @@ class SessionEngine(TurnEngine[PendingAnswer]):
             return
         self._metrics.count_episode("finished")
         sample = talk.episode.ended(reason, error)
-        if rewards := self._rewards_of(talk):
+        if rewards := self._list_rewards(talk):
             sample = replace(sample, environment_rewards=rewards)
         if talk.prompt:
             prompt_tokens = talk.episode.request.prompt_tokens
             sample = replace(sample, prompt_tokens=prompt_tokens, prompt_messages=talk.prompt)
         self._finished.append(sample)
 
-    def _rewards_of(self, talk: _Talk) -> tuple[float, ...]:
-        """Return the reward of each turn; 0 for one that was cut off, which no environment has
+    def _list_rewards(self, talk: _Talk) -> tuple[float, ...]:
+        """Return the reward of each turn; 0 for a turn that was cut off, which no environment has
         seen. Empty for an environment that gives none.
         """
         answered = [reward for reward in talk.rewards if reward is not None]
@@ -287,9 +287,9 @@ def open_task(
         media: Of its messages.
         opening: What the environment said.
     """
-    said = [reply.message for reply in opening.messages]
+    first_messages = [reply.message for reply in opening.messages]
     added = [piece for reply in opening.messages for piece in reply.media]
-    messages = said if opening.replaces_prompt else [*task.messages, *said]
+    messages = first_messages if opening.replaces_prompt else [*task.messages, *first_messages]
     opened = replace(task, messages=messages, tools=_join_tools(task.tools, opening.tools))
     return opened, added if opening.replaces_prompt else [*media, *added]
 

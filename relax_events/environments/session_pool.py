@@ -92,7 +92,7 @@ class EnvironmentSession:
         return self._pool.run(self._pool.step_session(self, completion))
 
     def close(self) -> None:
-        """Close the session, also one that is being set up; the caller does not wait for it."""
+        """Close the session, also while it is being set up; the caller does not wait for it."""
         if self._opening is not None:
             self._opening.cancel()
             self._pool.run(self._pool.close_session(self))
@@ -170,7 +170,7 @@ class SessionPool:
         question = {
             "op": "open",
             "sample_id": session.sample_id,
-            "seed": seed_of(session.sample_id),
+            "seed": compute_seed(session.sample_id),
             "messages": [
                 {"role": message.role, "content": describe_content(message)}
                 for message in task.messages
@@ -329,7 +329,7 @@ def _check_answer(reply: Reply, where: str) -> None:
         raise PoisonSample(f"{where}: {reply.head['invalid']}")
 
 
-def seed_of(sample_id: str) -> int:
+def compute_seed(sample_id: str) -> int:
     """Return the seed of a sample's prompt group."""
     prompt_group_id = sample_id.rpartition("/")[0]
     return int.from_bytes(hashlib.blake2b(prompt_group_id.encode(), digest_size=4).digest()) >> 1

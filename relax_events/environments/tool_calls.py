@@ -15,7 +15,7 @@ FORMAT = '{"name": ..., "arguments": {...}} between <tool_call> and </tool_call>
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; with `error`, one that can't be read."""
+    """A call of a tool; with `error`, a call that can't be read."""
 
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)

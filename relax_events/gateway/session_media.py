@@ -27,7 +27,7 @@ from relax_events.gateway.messages import SYSTEM, Message
 from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaItem, MediaKey
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.token_layout import modality_of
+from relax_events.media.token_layout import read_modality
 
 Result = TypeVar("Result")
 NUM_THREADS = 2
@@ -96,7 +96,7 @@ class SessionMedia:
     @classmethod
     def of_prompt(cls, threads: MediaThreads, references: Iterable[MediaRef]) -> SessionMedia:
         """Begin with the files of the prompt's row, which are stored already."""
-        return cls(threads, {(one.digest, modality_of(one)): one for one in references})
+        return cls(threads, {(one.digest, read_modality(one)): one for one in references})
 
     @property
     def max_request_bytes(self) -> int:
@@ -140,7 +140,7 @@ class SessionMedia:
         item = read_part(part, access=self.threads.access)
         if (known := self._by_key.get(item.key)) is None:
             known = self._by_key[item.key] = self._store(item)
-        return {"type": modality_of(known).value, "media": known}
+        return {"type": read_modality(known).value, "media": known}
 
     def _store(self, item: MediaItem) -> MediaRef:
         data = item.read(self.threads.limits)
@@ -206,7 +206,7 @@ def _audio_source(part: Mapping[str, Any]) -> str | None:
 def to_chat_part(reference: MediaRef, content: bytes) -> dict[str, Any]:
     """Return a media file as a part of OpenAI's chat, with its content."""
     data = base64.b64encode(content).decode()
-    if (modality := modality_of(reference)) is Modality.AUDIO:
+    if (modality := read_modality(reference)) is Modality.AUDIO:
         kind = reference.media_type.partition("/")[2].removeprefix("x-")
         return {"type": AUDIO_PART, AUDIO_PART: {"data": data, "format": kind}}
     uri = f"data:{reference.media_type};base64,{data}"

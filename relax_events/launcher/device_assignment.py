@@ -45,7 +45,7 @@ class DeviceAssignment:
                 config.separate_processes(),
                 ranks=config.trainer.ranks,
                 num_devices=len(self._names),
-                given=self._given,
+                devices=self._given,
             )
             log.info(
                 "devices.placed",
@@ -71,7 +71,7 @@ class DeviceAssignment:
         worker_id = f"{role}-{index}"
         if worker_id not in self._placed:
             device = place_worker(
-                role, index, self._placed, num_devices=len(self._names), given=self._given
+                role, index, self._placed, num_devices=len(self._names), devices=self._given
             )
             self._placed[worker_id] = device
             log.info("devices.placed", **{worker_id: self._names[device]})

@@ -34,7 +34,7 @@ from relax_events.objects import ObjectStore
 from relax_events.ops.dependent_runs import describe_dependent_runs
 from relax_events.ops.topic_apply import plan_changes
 from relax_events.planning.derived import Derived
-from relax_events.planning.inventory import width_of
+from relax_events.planning.inventory import get_value_bytes
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.session.broker_address import (
     OPERATOR,
@@ -94,7 +94,7 @@ def run_checks_with_defaults(config: RunConfig) -> tuple[list[Finding], list[Der
     that it leaves out.
     """
     try:
-        settings, derived = resolve_defaults(config, known=read_resolved(config))
+        settings, derived = resolve_defaults(config, earlier_config=read_resolved(config))
     except ConfigError as error:  # no other check is possible without the model
         return [Finding("model", False, str(error))], []
     return run_checks(settings), derived
@@ -243,7 +243,7 @@ def _stored_bytes(config: RunConfig) -> int:
         * known.num_parameters
         * CHECKPOINT_BYTES_PER_PARAMETER
     )
-    return checkpoints + (config.run.max_staleness + 2) * known.num_parameters * width_of(
+    return checkpoints + (config.run.max_staleness + 2) * known.num_parameters * get_value_bytes(
         config.model.dtype
     )
 
@@ -339,7 +339,10 @@ class PromptCheck:
                     f"{computed.function} loads, but was not tried: there is no prompt to "
                     "try it on; see data"
                 )
-            if config.reward.source_of(orjson.loads(self._first.metadata)) in config.judged_sources:
+            if (
+                config.reward.find_source(orjson.loads(self._first.metadata))
+                in config.judged_sources
+            ):
                 return f"{computed.function} loads; the first prompt is the judge's"
             prompt = "\n".join(message.text for message in self._first.messages)
             item = RewardItem(

@@ -38,7 +38,7 @@ def prepare_run(config: RunConfig) -> None:
     _check_rows(config)
     if not config.model.path.exists():
         _make_model(config)
-    require_context_length(resolve_defaults(config, known=read_resolved(config))[0])
+    require_context_length(resolve_defaults(config, earlier_config=read_resolved(config))[0])
 
 
 def _check_rows(config: RunConfig) -> None:

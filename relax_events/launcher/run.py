@@ -187,7 +187,7 @@ class RunSession:
         """
         described = read_last_session(self._config)
         self._config, derived = resolve_defaults(
-            self._config, known=known_settings(self._config, described)
+            self._config, earlier_config=known_settings(self._config, described)
         )
         log_derived(derived)
         changes = [] if described is None else find_changes(described, self._config)

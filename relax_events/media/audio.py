@@ -28,15 +28,15 @@ def inspect_audio(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
         MediaError: As for `av_files.open_stream`, or the file is too long, truncated, damaged, or
             of an unsupported rate.
     """
-    with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
-        rate, total = _read_rate(found, location), 0
-        for frame in found.container.decode(found.stream):
+    with open_stream(data, Modality.AUDIO, limits=limits, location=location) as opened:
+        rate, total = _read_rate(opened, location), 0
+        for frame in opened.container.decode(opened.stream):
             total += frame.samples
             require_seconds(total / rate, limits, location)
         if not total:
             raise broken_file(location, "it holds no audio")
-        require_whole(found, total / rate, location=location)
-        return MediaFacts(found.media_type, num_frames=total, rate_hertz=float(rate))
+        require_whole(opened, total / rate, location=location)
+        return MediaFacts(opened.media_type, num_frames=total, rate_hertz=float(rate))
 
 
 def decode_audio(
@@ -66,9 +66,9 @@ def decode_samples(
         MediaError: As for `inspect_audio`.
     """
     samples, count = np.zeros(num_samples, np.float32), 0
-    with open_stream(data, Modality.AUDIO, limits=limits, location=location) as found:
-        _read_rate(found, location)
-        for piece in _resample(found, rate_hertz):
+    with open_stream(data, Modality.AUDIO, limits=limits, location=location) as opened:
+        _read_rate(opened, location)
+        for piece in _resample(opened, rate_hertz):
             kept = piece[: num_samples - count]
             samples[count : count + len(kept)] = kept
             if (count := count + len(kept)) == num_samples:
@@ -76,23 +76,23 @@ def decode_samples(
     return samples
 
 
-def _resample(found: OpenedStream, rate_hertz: int) -> Iterator[Float32[np.ndarray, " samples"]]:
+def _resample(opened: OpenedStream, rate_hertz: int) -> Iterator[Float32[np.ndarray, " samples"]]:
     import av
 
     resampler = av.AudioResampler(format="flt", layout="mono", rate=rate_hertz)
-    for frame in _frames(found):
+    for frame in _frames(opened):
         for piece in resampler.resample(frame):
             yield piece.to_ndarray().reshape(-1)
 
 
-def _frames(found: OpenedStream) -> Iterator[Any]:
+def _frames(opened: OpenedStream) -> Iterator[Any]:
     """Yield the decoded frames, then None to flush the resampler."""
-    yield from found.container.decode(found.stream)
+    yield from opened.container.decode(opened.stream)
     yield None
 
 
-def _read_rate(found: OpenedStream, location: str) -> int:
-    rate, channels = int(found.stream.rate or 0), int(found.stream.codec_context.channels or 0)
+def _read_rate(opened: OpenedStream, location: str) -> int:
+    rate, channels = int(opened.stream.rate or 0), int(opened.stream.codec_context.channels or 0)
     if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
         raise MediaError(
             f"{location}: audio must have a rate of {RATES.start} to {RATES.stop - 1} Hz and at "

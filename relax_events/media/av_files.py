@@ -70,9 +70,11 @@ def detect_format(head: bytes) -> str | None:
         return "mov"
     signatures = {b"fLaC": "flac", b"OggS": "ogg", b"\x1aE\xdf\xa3": "matroska", b"ID3": "mp3"}
     if (
-        found := next((name for begin, name in signatures.items() if head.startswith(begin)), None)
+        file_format := next(
+            (name for begin, name in signatures.items() if head.startswith(begin)), None
+        )
     ) is not None:
-        return found
+        return file_format
     return (
         "mp3"
         if len(head) > 1 and head[0] == 0xFF and head[1] & 0xE6 in (0xE2, 0xE4, 0xE6)
@@ -170,13 +172,13 @@ def _find_stream(
     )
 
 
-def require_whole(found: OpenedStream, seconds: float, *, location: str) -> None:
+def require_whole(opened: OpenedStream, seconds: float, *, location: str) -> None:
     """Reject a file that is shorter than its header claims.
 
     Raises:
         MediaError: It is truncated.
     """
-    if seconds < found.claimed_seconds * MIN_CLAIMED_RATIO - CLAIMED_TOLERANCE_SECONDS:
+    if seconds < opened.claimed_seconds * MIN_CLAIMED_RATIO - CLAIMED_TOLERANCE_SECONDS:
         raise broken_file(
-            location, f"its header claims {found.claimed_seconds:g} s, but it has {seconds:g} s"
+            location, f"its header claims {opened.claimed_seconds:g} s, but it has {seconds:g} s"
         )

@@ -31,15 +31,15 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 def is_public(address: str) -> bool:
     """Return whether an address is public: not of this machine, not private or special."""
-    found = ipaddress.ip_address(address)
-    if found.version == 6 and (
-        found not in UNICAST or found.sixtofour or found.teredo
+    parsed = ipaddress.ip_address(address)
+    if parsed.version == 6 and (
+        parsed not in UNICAST or parsed.sixtofour or parsed.teredo
     ):  # others embed an IPv4 address, or are special
         return False
     return (
-        found.is_global
-        and not found.is_multicast
-        and not any(found in network for network in NOT_PUBLIC)
+        parsed.is_global
+        and not parsed.is_multicast
+        and not any(parsed in network for network in NOT_PUBLIC)
     )
 
 
@@ -164,15 +164,15 @@ class WebFetcher:
         return data
 
     def _resolve(self, host: str, port: int, location: str) -> str:
-        found = sorted(
+        addresses = sorted(
             {str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         )
-        if forbidden := [address for address in found if not self.may_connect(address)]:
+        if forbidden := [address for address in addresses if not self.may_connect(address)]:
             raise MediaError(
                 f"{location}: host {host!r} is at {forbidden[0]}, which is not a public address",
                 reason="forbidden_address",
             )
-        return found[0]
+        return addresses[0]
 
 
 def _seconds_left(deadline: float) -> float:

@@ -49,11 +49,11 @@ class HostCache:
             name: Name of the file. Its first two characters select its lock and subfolder.
             make: Computes the content; on an error nothing is stored.
         """
-        if (found := self._read(name)) is not None:
-            return found
+        if (file := self._read(name)) is not None:
+            return file
         with self._locked(name):
-            if (found := self._read(name)) is not None:
-                return found
+            if (file := self._read(name)) is not None:
+                return file
             content = make()
             self._write(name, content)
             return content

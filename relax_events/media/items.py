@@ -154,10 +154,9 @@ class MediaItem:
             )
         return data
 
-    def _too_large(self, found: str, max_bytes: int) -> MediaError:
+    def _too_large(self, size: str, max_bytes: int) -> MediaError:
         return MediaError(
-            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got "
-            f"{found}",
+            f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got {size}",
             reason="too_large",
         )
 

@@ -28,7 +28,7 @@ from relax_events.media.host_cache import HostCache
 from relax_events.media.items import MediaItem, MediaKey
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.preprocessing import DecodePlan, MediaPreprocessor
-from relax_events.media.token_layout import MediaLayout, modality_of
+from relax_events.media.token_layout import MediaLayout, read_modality
 from relax_events.objects.store import ObjectStore
 
 MEMORY_BYTES = 256 * 1024**2
@@ -82,8 +82,8 @@ class MediaLibrary:
             ObjectError: The store failed.
         """
         folder = self._folder()
-        if (known := self._added.get((folder, item.key))) is not None:
-            return known
+        if (reference := self._added.get((folder, item.key))) is not None:
+            return reference
         data = item.read(self._limits)
         facts = self._check_and_process(data, item).reference
         stored = self._open_store(RUN_STORE).put(
@@ -121,9 +121,9 @@ class MediaLibrary:
             ObjectError: The store failed.
         """
         name = self._cache_key(reference)
-        if (known := self._memory.get(name)) is not None:
+        if (processed := self._memory.get(name)) is not None:
             self._memory.move_to_end(name)
-            return known
+            return processed
         self._memory[name] = processed = self._process(reference)
         total = sum(piece.nbytes for piece in self._memory.values())
         while total > MEMORY_BYTES and len(self._memory) > 1:
@@ -186,7 +186,9 @@ class MediaLibrary:
 
         def make() -> bytes:
             file = self._fetch_and_check(reference) if data is None else data
-            return self._decoder.decode(file, modality_of(reference), plan, location=reference.uri)
+            return self._decoder.decode(
+                file, read_modality(reference), plan, location=reference.uri
+            )
 
         return _split_arrays(reference, plan, self._cache.get(self._cache_key(reference), make))
 
@@ -226,11 +228,11 @@ class MediaLibrary:
 
     def _require_match(self, reference: MediaRef, data: bytes) -> None:
         """Reject a file that differs from its reference, which determined its number of tokens."""
-        facts = self._decoder.inspect(data, modality_of(reference), location=reference.uri)
-        found = replace(reference, **asdict(facts)).extent
-        if found != reference.extent:
+        facts = self._decoder.inspect(data, read_modality(reference), location=reference.uri)
+        extent = replace(reference, **asdict(facts)).extent
+        if extent != reference.extent:
             raise MediaError(
-                f"{reference.uri} is {found}, but its reference has {reference.extent}",
+                f"{reference.uri} is {extent}, but its reference has {reference.extent}",
                 reason="wrong_size",
             )
 
@@ -249,7 +251,7 @@ def _split_arrays(
     """Split the decoder's output into arrays; they are writable, as torch requires."""
     buffer = bytearray(content)
     first = np.frombuffer(buffer, plan.dtype, count=int(np.prod(plan.shape))).reshape(plan.shape)
-    if modality_of(reference) is Modality.AUDIO:
+    if read_modality(reference) is Modality.AUDIO:
         return ProcessedMedia(reference, samples=first)
     samples = np.frombuffer(buffer, np.float32, offset=plan.num_bytes) if plan.num_samples else None
     return ProcessedMedia(reference, pixels=first, samples=samples)

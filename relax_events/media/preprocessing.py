@@ -280,8 +280,8 @@ class VideoPreprocessor:
         qwen-vl-utils.
         """
         total, rate = _frames_and_rate(media)
-        wanted = min(max(total / rate * self.fps, self.min_frames), self.max_frames, total)
-        count = max(self.factor, int(wanted // self.factor) * self.factor)
+        target = min(max(total / rate * self.fps, self.min_frames), self.max_frames, total)
+        count = max(self.factor, int(target // self.factor) * self.factor)
         return tuple(np.linspace(0, total - 1, count).round().astype(int).tolist())
 
 

@@ -121,7 +121,7 @@ VIDEO_PLACEHOLDER = re.compile(r"<\|vision_start\|><\|video_pad\|><\|vision_end\
 """A video's placeholder as chat templates write it."""
 
 
-def modality_of(media: MediaRef) -> Modality:
+def read_modality(media: MediaRef) -> Modality:
     """Return the modality of a media file, by its media type.
 
     Raises:
@@ -204,9 +204,9 @@ class MediaLayout:
         Raises:
             MediaError: The model can't read its modality; the text names it.
         """
-        modality = modality_of(media)
+        modality = read_modality(media)
         if (preprocessor := self.preprocessors.get(modality)) is None:
-            kinds = ", ".join(known.value for known in self.preprocessors)
+            kinds = ", ".join(kind.value for kind in self.preprocessors)
             raise MediaError(
                 f"{media.uri} is of modality {modality.value}, and the model reads {kinds}",
                 reason="not_for_this_model",
@@ -220,7 +220,7 @@ class MediaLayout:
             MediaError: The model can't read it; the text names it.
         """
         num_patches, rows, columns = self.preprocessor_for(media).grid(media)
-        token, size = self.placeholders[modality_of(media)], rows * columns
+        token, size = self.placeholders[read_modality(media)], rows * columns
         return [
             visual_block(token, (1, rows, columns), first_feature=patch * size)
             for patch in range(num_patches)
@@ -231,9 +231,9 @@ class MediaLayout:
         `expand_placeholders` rejects more or fewer.
         """
         texts = iter(
-            [self._video_text(piece) for piece in media if modality_of(piece) is Modality.VIDEO]
+            [self._video_text(piece) for piece in media if read_modality(piece) is Modality.VIDEO]
         )
-        return VIDEO_PLACEHOLDER.sub(lambda found: next(texts, found[0]), text)
+        return VIDEO_PLACEHOLDER.sub(lambda match: next(texts, match[0]), text)
 
     def _video_text(self, video: MediaRef) -> str:
         return "".join(
@@ -253,7 +253,7 @@ class MediaLayout:
             PoisonSample: There are more or fewer placeholders than the files need, or of other
                 modalities.
         """
-        blocks = list(self._blocks_of(media))
+        blocks = list(self._list_blocks(media))
         indices = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())))
         if len(indices) != len(blocks):
             raise PoisonSample(
@@ -291,7 +291,7 @@ class MediaLayout:
         if not media:
             return np.zeros(0, np.int64)
         indices = np.flatnonzero(np.isin(tokens, list(self.placeholders.values())) & is_input)
-        ids = _ids(list(self._blocks_of(media)))
+        ids = _ids(list(self._list_blocks(media)))
         if len(indices) != len(ids):
             raise PoisonSample(
                 f"{len(media)} media files have {len(ids)} tokens, and the sequence "
@@ -319,7 +319,7 @@ class MediaLayout:
         """
         positions = np.tile(np.arange(num_tokens, dtype=np.int64), (3, 1))
         first = 0
-        for block in self._blocks_of(media):
+        for block in self._list_blocks(media):
             indices = media_tokens[first : first + len(block)]
             begin = positions[:, indices[0]].copy()
             positions[:, indices[-1] + 1 :] += block.extent - len(block)
@@ -327,7 +327,7 @@ class MediaLayout:
             first += len(block)
         return positions
 
-    def _blocks_of(self, media: Sequence[MediaRef]) -> Iterator[MediaBlock]:
+    def _list_blocks(self, media: Sequence[MediaRef]) -> Iterator[MediaBlock]:
         return (block for piece in media for block in self.blocks(piece))
 
 
@@ -384,7 +384,7 @@ class OmniLayout(MediaLayout):
 
     def blocks(self, media: MediaRef) -> Sequence[MediaBlock]:
         """See `MediaLayout`."""
-        modality, grid = modality_of(media), self.preprocessor_for(media).grid(media)
+        modality, grid = read_modality(media), self.preprocessor_for(media).grid(media)
         if modality is Modality.AUDIO:
             return [audio_block(self.placeholders[modality], grid[0])]
         visual = visual_block(

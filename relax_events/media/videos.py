@@ -47,15 +47,15 @@ def inspect_video(data: bytes, *, limits: MediaConfig, location: str) -> MediaFa
         MediaError: As for `av_files.open_stream`, or the file has too many frames or pixels, is too
             long, truncated or damaged.
     """
-    with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
-        _require_size(found, limits, location)
-        table = _read_frame_table(found, limits, location)
-        rate = _read_rate(found, location)
+    with open_stream(data, Modality.VIDEO, limits=limits, location=location) as opened:
+        _require_size(opened, limits, location)
+        table = _read_frame_table(opened, limits, location)
+        rate = _read_rate(opened, location)
         require_seconds(len(table.times) / rate, limits, location)
-        require_whole(found, len(table.times) / rate, location=location)
-        ((_, first),) = _decode_frames(found, table, [0], location)
+        require_whole(opened, len(table.times) / rate, location=location)
+        ((_, first),) = _decode_frames(opened, table, [0], location)
         return MediaFacts(
-            found.media_type,
+            opened.media_type,
             *rotate_upright(first).size,
             num_frames=len(table.times),
             rate_hertz=rate,
@@ -71,23 +71,23 @@ def decode_video(
         MediaError: As for `inspect_video`, or a frame is damaged.
     """
     pixels: dict[int, Pixels] = {}
-    with open_stream(data, Modality.VIDEO, limits=limits, location=location) as found:
-        _require_size(found, limits, location)
-        table = _read_frame_table(found, limits, location)
-        wanted = sorted(set(plan.frames))
-        if wanted[-1] >= len(table.times):
+    with open_stream(data, Modality.VIDEO, limits=limits, location=location) as opened:
+        _require_size(opened, limits, location)
+        table = _read_frame_table(opened, limits, location)
+        indices = sorted(set(plan.frames))
+        if indices[-1] >= len(table.times):
             raise MediaError(
                 f"{location} has {len(table.times)} frames, but its reference has more",
                 reason="wrong_size",
             )
-        for index, frame in _decode_frames(found, table, wanted, location):
+        for index, frame in _decode_frames(opened, table, indices, location):
             pixels[index] = resize(rotate_upright(frame), (plan.shape[1], plan.shape[2]))
     return np.stack([pixels[index] for index in plan.frames])
 
 
-def _read_frame_table(found: OpenedStream, limits: MediaConfig, location: str) -> FrameTable:
+def _read_frame_table(opened: OpenedStream, limits: MediaConfig, location: str) -> FrameTable:
     times, keys = [], []
-    for packet in found.container.demux(found.stream):
+    for packet in opened.container.demux(opened.stream):
         if packet.size and packet.pts is not None and not packet.is_discard:
             times.append(packet.pts)
             keys += [packet.pts] if packet.is_keyframe else []
@@ -97,16 +97,16 @@ def _read_frame_table(found: OpenedStream, limits: MediaConfig, location: str) -
                 f"{limits.max_video_frames}, got more",
                 reason="too_many_frames",
             )
-    if not times or (found.stream.frames and len(times) < found.stream.frames):
+    if not times or (opened.stream.frames and len(times) < opened.stream.frames):
         raise broken_file(
             location,
-            f"its header claims {found.stream.frames or 'some'} frames, but it has {len(times)}",
+            f"its header claims {opened.stream.frames or 'some'} frames, but it has {len(times)}",
         )
     return FrameTable(sorted(times), sorted(keys))
 
 
-def _read_rate(found: OpenedStream, location: str) -> float:
-    rate = float(found.stream.average_rate or 0)
+def _read_rate(opened: OpenedStream, location: str) -> float:
+    rate = float(opened.stream.average_rate or 0)
     if not 0 < rate <= MAX_RATE_HERTZ:
         raise MediaError(
             f"{location}: a video must have at most {MAX_RATE_HERTZ} frames per second, got "
@@ -117,19 +117,19 @@ def _read_rate(found: OpenedStream, location: str) -> float:
 
 
 def _decode_frames(
-    found: OpenedStream, table: FrameTable, wanted: list[int], location: str
+    opened: OpenedStream, table: FrameTable, indices: list[int], location: str
 ) -> Iterator[tuple[int, Any]]:
     """Decode frames by ascending index: seek to the last key frame before each, unless the decoder
     is already past it.
     """
     frames: Iterator[Any] | None = None
     reached = 0
-    for index in wanted:
+    for index in indices:
         time = table.times[index]
         key = max((key for key in table.keys if key <= time), default=table.times[0])
         if frames is None or key > reached:
-            found.container.seek(key, stream=found.stream, backward=True)
-            frames = found.container.decode(found.stream)
+            opened.container.seek(key, stream=opened.stream, backward=True)
+            frames = opened.container.decode(opened.stream)
         frame = next(
             (frame for frame in frames if frame.pts is not None and frame.pts >= time), None
         )
@@ -152,8 +152,8 @@ def rotate_upright(frame: Any) -> Image:
     return image if rotation is None else image.transpose(Transpose[rotation])
 
 
-def _require_size(found: OpenedStream, limits: MediaConfig, location: str) -> None:
-    context = found.stream.codec_context
+def _require_size(opened: OpenedStream, limits: MediaConfig, location: str) -> None:
+    context = opened.stream.codec_context
     if min(context.width, context.height) < 1:
         raise broken_file(location, f"its frames are {context.width} x {context.height}")
     require_pixels(context.width, context.height, limits, location)

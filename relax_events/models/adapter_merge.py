@@ -42,11 +42,11 @@ def list_adapted_modules(names: Iterable[str]) -> list[str]:
     """
     pairs: dict[str, set[str]] = {}
     for name in names:
-        if (found := ADAPTER.fullmatch(name)) is None:
+        if (match := ADAPTER.fullmatch(name)) is None:
             raise WeightsError(
                 f"{name} is no parameter of an adapter; publish adapters, as model.lora says"
             )
-        pairs.setdefault(found["module"], set()).add(found["matrix"])
+        pairs.setdefault(match["module"], set()).add(match["matrix"])
     if half := sorted(module for module, matrices in pairs.items() if len(matrices) < 2):
         raise WeightsError(f"{half[0]} has only one of the two matrices of its adapter")
     return sorted(pairs)

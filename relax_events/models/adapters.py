@@ -4,7 +4,7 @@ The layers stay apart: a target module computes `W x + alpha / rank * B (A x)`. 
 weights, an update smaller than half a rounding step of W would be lost, and trainer and engine
 would compute different policies.
 
-Adapters keep the dtype of the model. Their names are those of the parameters in the model, such as
+Adapters keep the dtype of the model. They are named like the parameters in the model, such as
 `model.layers.0.self_attn.q_proj.lora_A.default.weight`; `peft_name` gives the name in a folder.
 """
 
@@ -100,9 +100,9 @@ class Adapters:
     def _set_dtypes(self) -> None:
         """Give each adapter the dtype of the weights that it is added to."""
         for name, parameter in self.parameters.items():
-            found = ADAPTER.fullmatch(name)
-            assert found is not None, f"{name} is no adapter"
-            base = self._module.get_parameter(f"{found['module']}.base_layer.weight")
+            match = ADAPTER.fullmatch(name)
+            assert match is not None, f"{name} is no adapter"
+            base = self._module.get_parameter(f"{match['module']}.base_layer.weight")
             parameter.data = parameter.data.to(base.dtype)
             parameter.requires_grad_()
 
@@ -225,22 +225,22 @@ def take_base_state(tensors: Mapping[str, Tensor], adapters: Adapters | None) ->
     return rest
 
 
-def require_same_adapters(tensors: Mapping[str, Tensor], wanted: Mapping[str, Any]) -> None:
+def require_same_adapters(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
     """Require adapters of the same names and shapes.
 
     Raises:
         WeightsError: One is missing, unknown or of another shape; the text names it.
     """
-    if different := sorted(tensors.keys() ^ wanted.keys()):
-        has, what = ("lacks", "needs") if different[0] in wanted else ("has", "does not have")
+    if different := sorted(tensors.keys() ^ expected.keys()):
+        has, what = ("lacks", "needs") if different[0] in expected else ("has", "does not have")
         raise WeightsError(
             f"the version {has} {different[0]}, which the model with [model.lora] {what} "
             f"({len(different)} such in all); set rank and target_modules as the trainer has them"
         )
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
+        if tensor.shape != expected[name].shape:
             raise WeightsError(
-                f"{name} must be {tuple(wanted[name].shape)} as in the model, got "
+                f"{name} must be {tuple(expected[name].shape)} as in the model, got "
                 f"{tuple(tensor.shape)}; set model.lora.rank as the trainer has it"
             )
 
@@ -251,8 +251,8 @@ def find_targets(
     """Return the linear layers that get adapters, by their name in the model.
 
     Raises:
-        ConfigError: A name of `model.lora.target_modules` fits none; the text lists those there
-            are.
+        ConfigError: A name of `model.lora.target_modules` fits no layer; the text lists the
+            layers.
     """
     inside = {id(part) for part in language_model.modules()}
     linear = {
@@ -262,18 +262,18 @@ def find_targets(
     }
     if not config.target_modules:
         return linear
-    found = {
+    matches = {
         target: [name for name in linear if f".{name}".endswith(f".{target}")]
         for target in config.target_modules
     }
-    if missing := next((target for target, names in found.items() if not names), None):
-        known = sorted({name.rpartition(".")[2] for name in linear})
+    if missing := next((target for target, names in matches.items() if not names), None):
+        kinds = sorted({name.rpartition(".")[2] for name in linear})
         raise ConfigError(
             f"model.lora.target_modules names {missing!r}, but the linear layers of the language "
-            f"model are {', '.join(known)}; name some of them"
+            f"model are {', '.join(kinds)}; name some of them"
         )
-    wanted = {name for names in found.values() for name in names}
-    return {name: part for name, part in linear.items() if name in wanted}
+    selected_names = {name for names in matches.values() for name in names}
+    return {name: part for name, part in linear.items() if name in selected_names}
 
 
 def _inject(module: nn.Module, config: LoRAConfig, targets: Mapping[str, nn.Linear]) -> None:

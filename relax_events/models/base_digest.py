@@ -34,21 +34,21 @@ def compute_base_digest(folder: Path) -> bytes:
         ) from error
 
 
-def require_same_base(theirs: bytes, own: bytes, *, folder: Path, what: str) -> None:
+def require_same_base(theirs: bytes, ours: bytes, *, folder: Path, what: str) -> None:
     """Require that adapters were trained on the base model that is here.
 
     Args:
         theirs: Digest of the adapters' base model; empty where unknown.
-        own: Digest of the base model here.
+        ours: Digest of the base model here.
         folder: Holds the base model here.
         what: Begins the error's text and names the adapters.
     Raises:
         WeightsError: They were not.
     """
-    if theirs and theirs != own:
+    if theirs and theirs != ours:
         raise WeightsError(
             f"{what} a base model with digest {theirs.hex()}, and the one in {folder} has "
-            f"{own.hex()}; put the trainer's base model there"
+            f"{ours.hex()}; put the trainer's base model there"
         )
 
 

@@ -106,13 +106,13 @@ def replace_weights(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         WeightsError: A tensor is missing, unknown or of another shape; the text names it.
     """
     current = dict(module.state_dict())
-    known = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     if unknown := sorted(tensors.keys() - current.keys()):
         raise WeightsError(
             f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); publish "
             "weights of the model in model.path"
         )
-    if missing := sorted(known.keys() - tensors.keys()):
+    if missing := sorted(parameters.keys() - tensors.keys()):
         raise WeightsError(
             f"the weights lack {missing[0]} ({len(missing)} missing in all); publish weights "
             "of the model in model.path"

@@ -36,7 +36,7 @@ def read_facts(path: Path) -> CheckpointFacts:
     config = get_text_config(settings)
     try:
         hidden, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-        known = CheckpointFacts(
+        facts = CheckpointFacts(
             dtype="float32",
             num_parameters=0,
             vocab_size=int(config["vocab_size"]),
@@ -68,9 +68,9 @@ def read_facts(path: Path) -> CheckpointFacts:
     )
     most_common = counts.most_common(1)[0][0] if counts else "float32"
     return replace(
-        known,
+        facts,
         dtype=DTYPES.get(named or most_common, "float32"),
-        num_parameters=counts.total() or _estimate(known, config),
+        num_parameters=counts.total() or _estimate(facts, config),
         num_tower_parameters=num_in_towers,
     )
 
@@ -83,7 +83,7 @@ def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
     mlp = (
         TINY_EXPERTS_PER_TOKEN * TINY_EXPERT_SIZE if "moe" in tiny.family else 2 * tiny.hidden_size
     )
-    known = CheckpointFacts(
+    facts = CheckpointFacts(
         dtype="float32",
         num_parameters=0,
         vocab_size=tiny.vocab_size,
@@ -95,7 +95,7 @@ def tiny_facts(tiny: TinyModelConfig) -> CheckpointFacts:
         mlp_size=mlp,
         max_position_embeddings=TINY_POSITIONS,
     )
-    return replace(known, dtype="float32", num_parameters=_estimate(known, {}))
+    return replace(facts, dtype="float32", num_parameters=_estimate(facts, {}))
 
 
 def _has_tied_head(settings: Mapping[str, Any]) -> bool:
@@ -117,7 +117,7 @@ def _mlp_size(config: Mapping[str, Any]) -> int:
 
 
 def _parameters(path: Path, *, prefix: str) -> tuple[Counter[str], int]:
-    """Return the number of parameters by dtype, and those of towers."""
+    """Return the number of parameters by dtype, and of parameters in towers."""
     counts, num_in_towers = Counter[str](), 0
     for name, layout in read_layouts(path).items():
         if name.startswith(prefix):
@@ -128,14 +128,14 @@ def _parameters(path: Path, *, prefix: str) -> tuple[Counter[str], int]:
     return counts, num_in_towers
 
 
-def _estimate(known: CheckpointFacts, config: Mapping[str, Any]) -> int:
+def _estimate(facts: CheckpointFacts, config: Mapping[str, Any]) -> int:
     """Estimate the number of parameters from the sizes, for a model without files."""
     hidden, attention_width = (
-        known.hidden_size,
-        (2 * known.num_heads + 2 * known.num_kv_heads) * known.head_dim,
+        facts.hidden_size,
+        (2 * facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim,
     )
     mlp = (
         int(config.get("num_experts") or 0) * int(config.get("moe_intermediate_size") or 0)
-        or known.mlp_size
+        or facts.mlp_size
     )
-    return known.num_outer_parameters + known.num_layers * hidden * (attention_width + 3 * mlp)
+    return facts.num_outer_parameters + facts.num_layers * hidden * (attention_width + 3 * mlp)

@@ -110,7 +110,7 @@ class PinnedHost:
         if [host.nbytes for host in self._pinned] != sizes:
             self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
         for storage, host in zip(kept, self._pinned, strict=True):
-            host.copy_(_bytes_of(storage), non_blocking=True)
+            host.copy_(_view_bytes(storage), non_blocking=True)
         torch.cuda.synchronize(kept[0].device)
         self._kept = list(kept)
         self._sizes = [(storage, storage.nbytes()) for storage in (*kept, *dropped)]
@@ -124,7 +124,7 @@ class PinnedHost:
         for storage, size in self._sizes:
             storage.resize_(size)
         for storage, host in zip(self._kept, self._pinned, strict=True):
-            _bytes_of(storage).copy_(host, non_blocking=True)
+            _view_bytes(storage).copy_(host, non_blocking=True)
         torch.cuda.synchronize(self._kept[0].device)
 
 
@@ -194,11 +194,11 @@ class FileHost:
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the memory of tensors, or of this rank's pieces of them, each once, by address."""
     pieces = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    found = (piece.detach().untyped_storage() for piece in pieces)
-    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+    storages = (piece.detach().untyped_storage() for piece in pieces)
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> UInt8[Tensor, " bytes"]:
+def _view_bytes(storage: torch.UntypedStorage) -> UInt8[Tensor, " bytes"]:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -56,8 +56,8 @@ def make_optimizer(
 
 def measure_state_bytes(config: TrainerConfig) -> float:
     """Return the bytes of state that an optimizer keeps for each element of a large matrix, after
-    two steps on a small one in float32. One that can't take a step here, such as a class for GPUs
-    alone, counts like AdamW, with a warning.
+    two steps on a small one in float32. An optimizer that can't take a step here, such as a class
+    for GPUs alone, counts like AdamW, with a warning.
 
     A state of rows and columns, as Adafactor's, counts a little more than in a larger matrix.
 
@@ -73,7 +73,7 @@ def measure_state_bytes(config: TrainerConfig) -> float:
     try:
         for _ in range(2):
             optimizer.step()
-    except Exception as error:  # whatever the code of a plugin raises
+    except Exception as error:  # a plugin's code may raise anything
         log.warning("optimizer.not_measured", optimizer=config.optimizer, error=repr(error))
         return ADAMW_BYTES
     tensors = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
@@ -81,7 +81,7 @@ def measure_state_bytes(config: TrainerConfig) -> float:
 
 
 def _find_shared_settings(kind: Any, config: TrainerConfig) -> dict[str, Any]:
-    """Return those of `betas` and `eps` that a class takes in this form, as its defaults show."""
+    """Return `betas` and `eps`, if a class takes them in this form, as its defaults show."""
     parameters = inspect.signature(kind).parameters
     shared: dict[str, Any] = {"betas": config.betas, "eps": config.eps}
     return {

@@ -157,13 +157,13 @@ class Routers:
                     expert_weights(router, logits, chosen, scoring).to(weights.dtype), weights
                 )
             )
-            if (found := next(fitting, None)) is None:
+            if (scoring := next(fitting, None)) is None:
                 raise ConfigError(
                     f"{self._wanted_by} supports only routers that weigh experts by their softmax "
                     f"probability or sigmoid, but {type(router).__name__} of the model in "
                     f"{self._path} does not; {self._remedy}"
                 )
-            self._scorings[layer] = found
+            self._scorings[layer] = scoring
         self.clear()
 
     def _on_forward(

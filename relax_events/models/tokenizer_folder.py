@@ -111,14 +111,16 @@ class FolderTokenizer:
         """Return a text's token ids. Other threads run meanwhile, unlike with the library's method
         for a single text, and where each token begins is left out, which takes half of the time.
         """
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = found.ids
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
         return ids
 
     def encode_as_text(self, texts: Sequence[str]) -> list[list[int]]:
         """Return texts' token ids by a tokenizer that knows no special tokens."""
-        found = self._text_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        encodings = self._text_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     @cached_property
     def _text_tokenizer(self) -> Tokenizer:
@@ -137,8 +139,8 @@ class FolderTokenizer:
 
     def get_vocab(self) -> dict[str, int]:
         """Return the tokens as the vocabulary spells them, with their ids."""
-        found: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        return found
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""

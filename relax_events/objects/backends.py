@@ -117,7 +117,7 @@ def _open_bucket(root: str, deadlines: Deadlines) -> Any:
     credential = read_store_credential()
     options = deadlines.options(allows_http=credential.allows_http)
     config: Any = credential.options  # its keys are those of the bucket's maker
-    # Our client options replace those that obstore would read from the environment.
+    # Our client options replace the options that obstore would read from the environment.
     return from_url(root, config=config, **options)
 
 

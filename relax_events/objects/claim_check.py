@@ -68,7 +68,7 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
 
 
 def count_array_bytes(event: DataclassInstance) -> int:
-    """Return how many bytes the arrays of an event take, without those that are in the store."""
+    """Return how many bytes the arrays of an event take, without arrays that are in the store."""
     num_bytes = 0
     for name in _array_fields(type(event)):
         value = getattr(event, name)

@@ -98,11 +98,11 @@ def remove_store_credentials(environment: Mapping[str, str]) -> dict[str, str]:
     """
     if not environment.get(FOLDER_VARIABLE):
         return dict(environment)
-    own = (FOLDER_VARIABLE, FILE_VARIABLE)
+    process_variables = (FOLDER_VARIABLE, FILE_VARIABLE)
     return {
         name: value
         for name, value in environment.items()
-        if name not in own and not OWN_VARIABLES.fullmatch(name)
+        if name not in process_variables and not OWN_VARIABLES.fullmatch(name)
     }
 
 

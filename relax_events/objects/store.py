@@ -213,7 +213,7 @@ class ObjectStore:
             StoreUnavailable: The store does not respond.
         """
         files, storage = self._files, self._storage
-        found = self._call(
+        folders = self._call(
             "list",
             prefix,
             lambda: (
@@ -222,7 +222,7 @@ class ObjectStore:
                 else files.list_folders(prefix)
             ),
         )
-        return sorted(f"{folder.rstrip('/')}/" for folder in found)
+        return sorted(f"{folder.rstrip('/')}/" for folder in folders)
 
     def list(self, prefix: str) -> list[str]:
         """Return the sorted names of all objects under a folder.
@@ -506,16 +506,16 @@ class AllowedRoots:
 
 
 def list_media(event: Any) -> list[MediaRef]:
-    """Return all media references of an event, in order; those of a sample of several paths may
-    occur twice.
+    """Return all media references of an event, in order; references of a sample of several paths
+    may occur twice.
     """
-    found = list(getattr(event, "media", ()))
+    references = list(getattr(event, "media", ()))
     for name in ("messages", "turns"):
-        if said := getattr(event, name, ()):
-            found += list_message_media(said)
+        if messages := getattr(event, name, ()):
+            references += list_message_media(messages)
     if by_path := getattr(event, "path_media", ()):
-        found += chain.from_iterable(by_path)
-    return found
+        references += chain.from_iterable(by_path)
+    return references
 
 
 def list_message_media(messages: Iterable[ChatMessage]) -> list[MediaRef]:

@@ -26,15 +26,15 @@ def delete_unfinished_files(directory: Path, folder: str, *, min_age_seconds: fl
         min_age_seconds: How long ago a file must have grown last.
     """
     before = time.time() - min_age_seconds
-    found = [
+    paths = [
         path
         for path in (directory / folder).rglob("*#*")
         if NAME_PATTERN.fullmatch(path.name) and _is_older(path, before)
     ]
-    for path in found:
+    for path in paths:
         path.unlink(missing_ok=True)
         _delete_empty_folders(path.parent, directory)
-    return len(found)
+    return len(paths)
 
 
 def _is_older(path: Path, before: float) -> bool:

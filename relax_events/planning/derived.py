@@ -14,7 +14,12 @@ from typing import Any
 
 from relax_events.config.run_config import RunConfig
 from relax_events.config.unset_keys import OF_MACHINE, missing_keys, with_values
-from relax_events.planning.inventory import COMPUTING_ROLES, CheckpointFacts, Machine, width_of
+from relax_events.planning.inventory import (
+    COMPUTING_ROLES,
+    CheckpointFacts,
+    Machine,
+    get_value_bytes,
+)
 from relax_events.planning.megatron_memory import memory_of_trainer
 from relax_events.planning.placement import place_workers
 
@@ -43,8 +48,8 @@ class Derived:
 def derive(
     config: RunConfig, facts: Mapping[str, CheckpointFacts], machine: Machine
 ) -> list[Derived]:
-    """Return the values of the keys that a run file leaves out, each with its reason; those that
-    nothing is known for stay out.
+    """Return the values of the keys that a run file leaves out, each with its reason; keys that
+    can't be derived stay out.
 
     Args:
         config: The run file as read.
@@ -52,18 +57,18 @@ def derive(
             there.
         machine: Where the workers are.
     """
-    found: dict[str, Derived] = {}
+    values: dict[str, Derived] = {}
     filled = config
     for rule in (_of_training, _of_lengths, _of_drain, _of_threads, _of_memory):
-        wanted = set(missing_keys(filled))
+        missing = set(missing_keys(filled))
         fresh = {
             derived.key: derived
             for derived in rule(filled, facts, machine)
-            if derived.key in wanted
+            if derived.key in missing
         }
-        found |= fresh
+        values |= fresh
         filled = with_values(filled, {key: derived.value for key, derived in fresh.items()})
-    return list(found.values())
+    return list(values.values())
 
 
 def _of_training(
@@ -85,28 +90,28 @@ def _of_training(
             FINE_TUNING_RATE,
             "all parameters of a pretrained model are trained",
         )
-    for section, known in facts.items():
-        yield Derived(f"{section}.dtype", known.dtype, "the checkpoint's own")
+    for section, checkpoint in facts.items():
+        yield Derived(f"{section}.dtype", checkpoint.dtype, "the checkpoint's own")
 
 
 def _of_lengths(
     config: RunConfig, facts: Mapping[str, CheckpointFacts], _: Machine
 ) -> Iterator[Derived]:
     context, new = config.engine.max_context_tokens, config.engine.sampling.max_new_tokens
-    if (known := facts.get("model")) is None:
+    if (model := facts.get("model")) is None:
         return
-    most = min(known.max_position_embeddings, MAX_CONTEXT_TOKENS)
-    bound = f"the model's {known.max_position_embeddings} positions, at most {MAX_CONTEXT_TOKENS}"
+    most = min(model.max_position_embeddings, MAX_CONTEXT_TOKENS)
+    bound = f"the model's {model.max_position_embeddings} positions, at most {MAX_CONTEXT_TOKENS}"
     prompt = config.data.max_prompt_tokens
     if context is None and config.model.tiny is not None:
         context = max(TINY_CONTEXT_TOKENS, (new or 0) + (prompt or 0))
         yield Derived("engine.max_context_tokens", context, "[model.tiny] makes the model")
     elif context is None and new is not None:
         room = prompt or max(most - new, most // 4)
-        context = min(known.max_position_embeddings, room + new)
+        context = min(model.max_position_embeddings, room + new)
         reason = (
             f"{room} for the prompt, {new} for the answer, within "
-            f"{known.max_position_embeddings} positions"
+            f"{model.max_position_embeddings} positions"
         )
         yield Derived("engine.max_context_tokens", context, reason)
     elif context is None:
@@ -131,13 +136,13 @@ def _of_drain(
     config: RunConfig, _: Mapping[str, CheckpointFacts], __: Machine
 ) -> Iterator[Derived]:
     longest = config.engine.sampling.max_new_tokens or 0  # unknown where the model is not
-    wanted = max(LEAST_DRAIN_SECONDS, longest / SLOW_TOKENS_PER_SECOND)
+    seconds = max(LEAST_DRAIN_SECONDS, longest / SLOW_TOKENS_PER_SECOND)
     reason = (
         f"an answer of {longest} tokens at {SLOW_TOKENS_PER_SECOND:g} a second, at least "
         f"{LEAST_DRAIN_SECONDS:g} s"
     )
     yield Derived(
-        "workers.drain_seconds", min(wanted, config.health.progress_timeout_seconds), reason
+        "workers.drain_seconds", min(seconds, config.health.progress_timeout_seconds), reason
     )
 
 
@@ -154,14 +159,14 @@ def _of_threads(
 def _of_memory(
     config: RunConfig, facts: Mapping[str, CheckpointFacts], machine: Machine
 ) -> Iterator[Derived]:
-    known, dtype = facts.get("model"), config.model.dtype
-    if known is None or dtype is None:
+    model, dtype = facts.get("model"), config.model.dtype
+    if model is None or dtype is None:
         return
     on_gpu = bool(machine.gpu_bytes) and config.model.device != "cpu"
     whole = min(machine.gpu_bytes) if on_gpu else machine.memory_bytes // 2
     ranks = 1 if on_gpu else max(machine.roles.get("trainer", 1), 1)
-    trainer = memory_of_trainer(config, known, on_gpu=on_gpu)
-    others = _memory_next_to_trainer(config, known, machine, most_cache=whole // 3)
+    trainer = memory_of_trainer(config, model, on_gpu=on_gpu)
+    others = _memory_next_to_trainer(config, model, machine, most_cache=whole // 3)
     static = trainer.parts(0).total
     most = MOST_CELLS_GPU if on_gpu else MOST_CELLS_CPU
     cells = trainer.most_tokens(
@@ -189,7 +194,7 @@ def _of_memory(
 
 
 def _memory_next_to_trainer(
-    config: RunConfig, known: CheckpointFacts, machine: Machine, *, most_cache: int
+    config: RunConfig, model: CheckpointFacts, machine: Machine, *, most_cache: int
 ) -> int:
     """Return what the models of other roles take where the trainer is; a judge or teacher counts as
     large as the policy.
@@ -200,14 +205,14 @@ def _memory_next_to_trainer(
         count["rollout"] = 0  # its memory is free while the trainer works
         if config.workers.hybrid:
             count["reference"] = count["actor-forward"] = 0
-    weights = known.num_parameters * width_of(dtype)
+    weights = model.num_parameters * get_value_bytes(dtype)
     cache = min(
         config.engine.max_running_samples
         * (config.engine.max_context_tokens or 0)
-        * known.cache_bytes(dtype),
+        * model.cache_bytes(dtype),
         most_cache,
     )
-    learning = count["critic"] * known.training_bytes(dtype) // config.critic_ranks
+    learning = count["critic"] * model.training_bytes(dtype) // config.critic_ranks
     return (
         (sum(count.values()) - count["critic"]) * weights
         + learning
@@ -224,7 +229,7 @@ def _count_workers_next_to_trainer(config: RunConfig, machine: Machine) -> dict[
     if config.model.device == "cpu" or ranks > len(machine.gpu_bytes):
         return roles
     placed = place_workers(
-        machine.roles, ranks=ranks, num_devices=len(machine.gpu_bytes), given=config.devices
+        machine.roles, ranks=ranks, num_devices=len(machine.gpu_bytes), devices=config.devices
     )
     trained = {placed[f"trainer-{rank}"] for rank in range(ranks) if f"trainer-{rank}" in placed}
     return {

@@ -54,12 +54,12 @@ def parse_devices(text: str) -> tuple[int, DeviceSpec]:
     Raises:
         ConfigError: The text is not of this form.
     """
-    found = ASKED.fullmatch(text.strip())
-    if found is None or found[1] == "0":
-        known = ", ".join(spec.name for spec in SPECS.values())
+    match = ASKED.fullmatch(text.strip())
+    if match is None or match[1] == "0":
+        names = ", ".join(spec.name for spec in SPECS.values())
         raise ConfigError(
-            f"--devices {text!r} is not of the form 8xH100-80GB; known are {known}, and any other "
+            f"--devices {text!r} is not of the form 8xH100-80GB; known are {names}, and any other "
             "NAME-<memory>GB"
         )
-    spec = SPECS.get(found[2].lower()) or DeviceSpec(found[2], int(found[3]) * 10**9)
-    return int(found[1] or 1), spec
+    spec = SPECS.get(match[2].lower()) or DeviceSpec(match[2], int(match[3]) * 10**9)
+    return int(match[1] or 1), spec

@@ -94,11 +94,11 @@ class CheckpointFacts:
             + 8 * self.hidden_size
             + 4 * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         )
-        return values * self.num_layers * width_of(dtype)
+        return values * self.num_layers * get_value_bytes(dtype)
 
     def cache_bytes(self, dtype: str) -> int:
         """Return what a token takes in the engine's cache of keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * width_of(dtype)
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * get_value_bytes(dtype)
 
     def training_bytes(self, dtype: str, *, adapter_rank: int = 0) -> int:
         """Return what weights, gradients and the optimizer's state take: with AdamW 16 bytes a
@@ -111,7 +111,7 @@ class CheckpointFacts:
         trained = (8 if dtype == "float32" else 10) + self.optimizer_bytes
         if not adapter_rank:
             return round(self.num_parameters * trained)
-        return self.num_parameters * width_of(dtype) + round(
+        return self.num_parameters * get_value_bytes(dtype) + round(
             self.num_adapter_parameters(adapter_rank) * trained
         )
 
@@ -141,6 +141,6 @@ class Machine:
         return max(sum(self.roles.get(role, 0) for role in (*COMPUTING_ROLES, "trainer")), 1)
 
 
-def width_of(dtype: str) -> int:
+def get_value_bytes(dtype: str) -> int:
     """Return the bytes of a value."""
     return 4 if dtype == "float32" else 2

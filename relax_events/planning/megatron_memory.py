@@ -11,7 +11,7 @@ from math import gcd
 
 from relax_events.config.run_config import RunConfig
 from relax_events.config.topology import Topology
-from relax_events.planning.inventory import CheckpointFacts, width_of
+from relax_events.planning.inventory import CheckpointFacts, get_value_bytes
 from relax_events.planning.memory import ParameterCounts, TrainerMemory
 
 MOST_EXPERT_PARALLEL = 8
@@ -30,14 +30,14 @@ class MegatronMemory(TrainerMemory):
         """Each rank has the weights and gradients of its part; the optimizer is divided over the
         ranks with the same parameters.
         """
-        at, known = self.topology, self.facts
-        outer = known.num_outer_parameters
+        at, facts = self.topology, self.facts
+        outer = facts.num_outer_parameters
         if at.pipeline > 1:  # the embedding on the first stage, the head on the last one
-            outer = known.vocab_size * known.hidden_size
-        layers = -(-known.num_layers // at.pipeline) / known.num_layers
-        experts = known.num_expert_parameters * layers / (at.expert * at.expert_tensor)
-        towers, kept = known.num_tower_parameters, 0
-        inner = known.num_parameters - known.num_outer_parameters - known.num_expert_parameters
+            outer = facts.vocab_size * facts.hidden_size
+        layers = -(-facts.num_layers // at.pipeline) / facts.num_layers
+        experts = facts.num_expert_parameters * layers / (at.expert * at.expert_tensor)
+        towers, kept = facts.num_tower_parameters, 0
+        inner = facts.num_parameters - facts.num_outer_parameters - facts.num_expert_parameters
         inner -= towers
         if self.freezes_towers:
             towers, kept = 0, towers
@@ -47,7 +47,7 @@ class MegatronMemory(TrainerMemory):
         dense_copies = copies // at.tensor
         expert_copies = copies // (at.expert * at.expert_tensor)
         if self.adapter_rank:
-            trained = known.num_adapter_parameters(self.adapter_rank) / at.pipeline / at.tensor
+            trained = facts.num_adapter_parameters(self.adapter_rank) / at.pipeline / at.tensor
             return ParameterCounts(dense + experts + kept, trained, trained / dense_copies)
         updated = dense / dense_copies + experts / expert_copies
         return ParameterCounts(kept, dense + experts, updated)
@@ -61,15 +61,15 @@ class MegatronMemory(TrainerMemory):
         micro-batches as there are stages, each with its share of the layers. With several chunks it
         begins more of these parts before it goes back through the first one.
         """
-        at, known, width = self.topology, self.facts, width_of(self.dtype)
-        layers = -(-known.num_layers // (at.pipeline * at.chunks))
-        layer = known.cell_bytes(self.dtype) // known.num_layers
+        at, facts, width = self.topology, self.facts, get_value_bytes(self.dtype)
+        layers = -(-facts.num_layers // (at.pipeline * at.chunks))
+        layer = facts.cell_bytes(self.dtype) // facts.num_layers
         begun = at.pipeline
         if at.chunks > 1:
             begun = 2 * (at.pipeline - 1) + (at.chunks - 1) * at.pipeline + 1
         held = layers * begun
         if self.recomputed != "none":
-            kept = held * known.hidden_size * width
+            kept = held * facts.hidden_size * width
             return -(-(kept + layer) // (at.tensor * at.context))
         return -(-held * layer // (at.tensor * at.context))
 
@@ -87,21 +87,21 @@ class MegatronMemory(TrainerMemory):
         """Yield ways to divide the model over so many ranks: fewer stages first, since each more
         leaves ranks idle at the ends of a step; then narrower tensors.
         """
-        known = self.facts
+        facts = self.facts
         for pipeline, tensor in product(PIPELINE_SIZES, TENSOR_SIZES):
-            is_whole = not (known.num_kv_heads % tensor or known.num_layers % pipeline)
+            is_whole = not (facts.num_kv_heads % tensor or facts.num_layers % pipeline)
             if not is_whole or ranks % (tensor * pipeline):
                 continue
             values: dict[str, object] = {"trainer.ranks": ranks, "trainer.tensor_parallel": tensor}
             if pipeline > 1:
                 values["trainer.pipeline_parallel"] = pipeline
             chunks = config.trainer.pipeline_chunks
-            if chunks > 1 and (pipeline == 1 or known.num_layers % (pipeline * chunks)):
+            if chunks > 1 and (pipeline == 1 or facts.num_layers % (pipeline * chunks)):
                 values["trainer.pipeline_chunks"] = 1
             copies = ranks // (tensor * pipeline)
             if copies > config.broker.partitions_per_version:
                 values["broker.partitions_per_version"] = copies
-            if known.num_expert_parameters:
+            if facts.num_expert_parameters:
                 values["trainer.expert_parallel"] = gcd(ranks // pipeline, MOST_EXPERT_PARALLEL)
             yield values
 

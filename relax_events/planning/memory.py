@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from relax_events.config.run_config import RunConfig
-from relax_events.planning.inventory import CheckpointFacts, width_of
+from relax_events.planning.inventory import CheckpointFacts, get_value_bytes
 
 MAX_LOGITS_ELEMENTS = 2**26
 """Above this, the output head works in chunks: 256 MiB of float32 at a time."""
@@ -20,7 +20,7 @@ temperature, log-probabilities, their exponentials, the entropy's product, and t
 RESERVED_GPU_BYTES, RESERVED_CPU_BYTES = 2_000_000_000, 500_000_000
 """What a process needs besides its model: libraries, kernels, the allocator's gaps."""
 GATHERED_LAYERS = 2
-"""Whole layers of a sharded model: the one that computes, and the next one."""
+"""Whole layers of a sharded model: the layer that computes, and the next one."""
 
 Recomputed = Literal["none", "whole", "selective"]
 
@@ -38,8 +38,8 @@ class MemoryParts:
 
 
 class ParameterCounts(NamedTuple):
-    """Parameters of one rank: those without gradients, those with gradients, and of the latter
-    those that its optimizer updates.
+    """Parameters of one rank: without gradients, with gradients, and of the latter the number that
+    its optimizer updates.
     """
 
     frozen: float
@@ -121,7 +121,7 @@ class TrainerMemory:
 
     def _state(self) -> dict[str, int]:
         """Return what is held from step to step. Sharded weights are float32 masters themselves."""
-        counts, width = self._counts(), width_of(self.dtype)
+        counts, width = self._counts(), get_value_bytes(self.dtype)
         is_own_master = width == 4 or self.num_pieces > 1
         state = {
             "weights": counts.frozen * width + counts.trained * (4 if is_own_master else width),
@@ -136,13 +136,13 @@ class TrainerMemory:
         return {name: round(num_bytes) for name, num_bytes in state.items()}
 
     def _counts(self) -> ParameterCounts:
-        known = self.facts
+        facts = self.facts
         if self.adapter_rank:
-            frozen, trained = known.num_parameters, known.num_adapter_parameters(self.adapter_rank)
+            frozen, trained = facts.num_parameters, facts.num_adapter_parameters(self.adapter_rank)
         else:
-            frozen, trained = 0, known.num_parameters
-        own = trained / self.num_pieces
-        return ParameterCounts(frozen / self.num_pieces, own, own)
+            frozen, trained = 0, facts.num_parameters
+        updated = trained / self.num_pieces
+        return ParameterCounts(frozen / self.num_pieces, updated, updated)
 
     def _gathered(self) -> dict[str, int]:
         """What a sharded model holds whole while it computes: embeddings and head with their
@@ -150,35 +150,35 @@ class TrainerMemory:
         """
         if self.num_pieces == 1:
             return {}
-        known, width = self.facts, width_of(self.dtype)
-        outer = known.num_outer_parameters
-        layer = (known.num_parameters - outer) // known.num_layers
+        facts, width = self.facts, get_value_bytes(self.dtype)
+        outer = facts.num_outer_parameters
+        layer = (facts.num_parameters - outer) // facts.num_layers
         whole = (2 * outer + (GATHERED_LAYERS + 1) * layer) * width
         return {"gathered layers": whole + 4 * max(outer, layer)}
 
     @property
     def cell_bytes(self) -> int:
         """Bytes of activations that one token adds."""
-        known, width = self.facts, width_of(self.dtype)
-        whole = known.cell_bytes(self.dtype)
+        facts, width = self.facts, get_value_bytes(self.dtype)
+        whole = facts.cell_bytes(self.dtype)
         if self.recomputed == "none":
             return whole
-        kept = known.num_layers * known.hidden_size * width
+        kept = facts.num_layers * facts.hidden_size * width
         if self.recomputed == "selective":
-            kept += known.num_layers * known.num_heads * (known.head_dim * width + 4)
-        return kept + whole // known.num_layers
+            kept += facts.num_layers * facts.num_heads * (facts.head_dim * width + 4)
+        return kept + whole // facts.num_layers
 
     def head_bytes(self, num_tokens: int) -> int:
         """Bytes of a chunk's logits, and of the float32 sum of the head's gradient where there are
         several chunks.
         """
-        known = self.facts
-        chunk = max(1, MAX_LOGITS_ELEMENTS // known.vocab_size)
+        facts = self.facts
+        chunk = max(1, MAX_LOGITS_ELEMENTS // facts.vocab_size)
         rows = min(num_tokens, chunk)
-        logits = rows * known.vocab_size * (width_of(self.dtype) + 4 * LOGITS_COPIES)
-        gradient = 0 if self.adapter_rank else known.vocab_size * known.hidden_size
+        logits = rows * facts.vocab_size * (get_value_bytes(self.dtype) + 4 * LOGITS_COPIES)
+        gradient = 0 if self.adapter_rank else facts.vocab_size * facts.hidden_size
         wide = 4 * gradient if num_tokens > chunk else 0
-        return logits + wide + width_of(self.dtype) * gradient
+        return logits + wide + get_value_bytes(self.dtype) * gradient
 
     def most_tokens(self, num_bytes: float, *, unit: int, most: int) -> int:
         """Return how many token cells fit.

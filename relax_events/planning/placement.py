@@ -12,7 +12,7 @@ from relax_events.errors import ConfigError
 from relax_events.planning.inventory import COMPUTING_ROLES
 
 LOADS = {"rollout": 4, "evaluator": 2, "critic": 4, "judge": 4, "teacher": 2}
-"""How much a worker of a role computes, compared with one that scores samples: engines generate,
+"""How much a worker of a role computes, compared with a scoring worker: engines generate,
 and the critic learns."""
 
 TRAINER, CRITIC = "trainer-", "critic-"
@@ -21,30 +21,30 @@ Placement = Mapping[str, int]
 
 
 def place_workers(
-    roles: Mapping[str, int], *, ranks: int, num_devices: int, given: DevicesConfig
+    roles: Mapping[str, int], *, ranks: int, num_devices: int, devices: DevicesConfig
 ) -> dict[str, int]:
     """Return the device of each worker that holds a model.
 
-    Each rank of the trainer gets a device of its own. The other workers share the rest, those that
-    compute most first, each where least is computed; they share with the trainer only where
-    nothing is left. No two ranks of the critic share a device. A role that `given` names stays on
+    Each rank of the trainer gets a device of its own. The other workers share the rest, in order of
+    falling work, each where least is computed; they share with the trainer only where nothing is
+    left. No two ranks of the critic share a device. A role that `devices` names stays on
     its devices.
 
     Args:
         roles: Number of workers by role; the critic counts as its ranks.
         ranks: Of the trainer.
         num_devices: Of the machine.
-        given: The section `devices`.
+        devices: The section `devices`.
     Raises:
         ConfigError: There are fewer devices than ranks, or a device is named that is not there.
     """
-    for role, named in given.by_role().items():
+    for role, named in devices.by_role().items():
         if missing := [index for index in named if index >= num_devices]:
             raise ConfigError(
-                f"devices.{given.key_of(role)} names device {missing[0]}, and there are "
+                f"devices.{devices.find_key(role)} names device {missing[0]}, and there are "
                 f"{num_devices}, from 0 on; name others, or leave it out"
             )
-    trained = given.by_role().get("trainer") or tuple(range(min(ranks, num_devices)))
+    trained = devices.by_role().get("trainer") or tuple(range(min(ranks, num_devices)))
     num_ranks = ranks if "trainer" in roles else 0
     if num_ranks > len(trained):
         raise ConfigError(
@@ -52,7 +52,7 @@ def place_workers(
             f"trainer.ranks = {len(trained)}, or give it more devices"
         )
     placed = {f"{TRAINER}{rank}": trained[rank] for rank in range(num_ranks)}
-    num_devices_of_critic = len(given.critic) or num_devices
+    num_devices_of_critic = len(devices.critic) or num_devices
     if roles.get("critic", 0) > num_devices_of_critic:
         raise ConfigError(
             f"the critic has {roles['critic']} ranks, each on a device of its own, and there are "
@@ -63,13 +63,13 @@ def place_workers(
     workers.sort(key=lambda worker: -_load(worker[0]))
     for role, index in workers:
         placed[f"{role}-{index}"] = place_worker(
-            role, index, placed, num_devices=num_devices, given=given
+            role, index, placed, num_devices=num_devices, devices=devices
         )
     return placed
 
 
 def place_worker(
-    role: str, index: int, placed: Placement, *, num_devices: int, given: DevicesConfig
+    role: str, index: int, placed: Placement, *, num_devices: int, devices: DevicesConfig
 ) -> int:
     """Return the device of one more worker.
 
@@ -78,9 +78,9 @@ def place_worker(
         index: Among the workers of its role; it deals them out over devices that were named.
         placed: The others.
         num_devices: Of the machine.
-        given: The section `devices`.
+        devices: The section `devices`.
     """
-    if named := given.by_role().get(role):
+    if named := devices.by_role().get(role):
         return named[index % len(named)]
     trained = {device for worker, device in placed.items() if worker.startswith(TRAINER)}
     peers = (

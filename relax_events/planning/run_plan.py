@@ -14,7 +14,7 @@ from relax_events.config.training import TrainerConfig
 from relax_events.config.unset_keys import with_values
 from relax_events.errors import ConfigError
 from relax_events.planning.device_specs import DeviceSpec
-from relax_events.planning.inventory import CheckpointFacts, width_of
+from relax_events.planning.inventory import CheckpointFacts, get_value_bytes
 from relax_events.planning.megatron_memory import memory_of_critic, memory_of_trainer
 from relax_events.planning.memory import (
     RESERVED_CPU_BYTES,
@@ -197,9 +197,9 @@ def _plan(
 def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
     roles, ranks = config.separate_processes(), config.trainer.ranks
     if on_gpu:
-        return place_workers(roles, ranks=ranks, num_devices=num_devices, given=config.devices)
+        return place_workers(roles, ranks=ranks, num_devices=num_devices, devices=config.devices)
     most = max(ranks, config.critic_ranks)
-    names = place_workers(roles, ranks=ranks, num_devices=most, given=DevicesConfig())
+    names = place_workers(roles, ranks=ranks, num_devices=most, devices=DevicesConfig())
     return dict.fromkeys(names, 0)
 
 
@@ -215,9 +215,9 @@ class _Models:
     @property
     def host_bytes(self) -> int:
         """What the optimizers of trainer and critic take of the memory of their hosts."""
-        config, known = self.config, self.facts["model"]
-        trainer = memory_of_trainer(config, known, on_gpu=self.on_gpu).host_bytes
-        critic = memory_of_critic(config, known, on_gpu=self.on_gpu).host_bytes
+        config, model = self.config, self.facts["model"]
+        trainer = memory_of_trainer(config, model, on_gpu=self.on_gpu).host_bytes
+        critic = memory_of_critic(config, model, on_gpu=self.on_gpu).host_bytes
         counts = config.processes()
         return counts["trainer"] * trainer + counts.get("critic", 0) * critic
 
@@ -226,31 +226,31 @@ class _Models:
         """What rank 0 of the trainer holds of a version on its host, while it is published in the
         background and for the next one.
         """
-        config, known = self.config, self.facts["model"]
+        config, model = self.config, self.facts["model"]
         lora = config.model.lora
         if not config.publishes_in_background:
             return 0
-        return width_of(config.model.dtype) * (
-            known.num_parameters if lora is None else known.num_adapter_parameters(lora.rank)
+        return get_value_bytes(config.model.dtype) * (
+            model.num_parameters if lora is None else model.num_adapter_parameters(lora.rank)
         )
 
     def worker(self, worker_id: str) -> PlannedWorker:
         """Return a worker's memory; an engine's with the cache of one sample."""
         role, config = worker_id.rpartition("-")[0], self.config
-        known, dtype = self.facts["model"], config.model.dtype
+        model, dtype = self.facts["model"], config.model.dtype
         if role == "trainer":
-            trainer = memory_of_trainer(config, known, on_gpu=self.on_gpu)
+            trainer = memory_of_trainer(config, model, on_gpu=self.on_gpu)
             parts = dict(trainer.parts(self.tokens).parts)
             if worker_id == "trainer-0" and not self.on_gpu and self.version_bytes:
                 parts["copy of a version"] = self.version_bytes
             return PlannedWorker(worker_id, MemoryParts(parts))
         if role == "critic":
-            critic = memory_of_critic(config, known, on_gpu=self.on_gpu)
+            critic = memory_of_critic(config, model, on_gpu=self.on_gpu)
             return PlannedWorker(worker_id, critic.parts(self.tokens))
-        models = self._models_of(role) or [known]
-        known = max(models, key=lambda one: one.cell_bytes(dtype) / one.num_layers)
-        num_parameters = sum(one.num_parameters for one in self._models_of(role))
-        weights = {"weights": num_parameters * width_of(dtype)}
+        models = self._list_models(role) or [model]
+        model = max(models, key=lambda one: one.cell_bytes(dtype) / one.num_layers)
+        num_parameters = sum(one.num_parameters for one in self._list_models(role))
+        weights = {"weights": num_parameters * get_value_bytes(dtype)}
         if role in dict(config.hosted_pairs()):
             if config.model.lora is not None or config.model.replays_routing:
                 weights["weights"] *= 2  # the two roles score in different ways
@@ -259,12 +259,13 @@ class _Models:
         process = {"process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES}
         if role in CACHING_ROLES:
             return PlannedWorker(
-                worker_id, MemoryParts(weights | {"cache": self.cache_of(role)} | process)
+                worker_id,
+                MemoryParts(weights | {"cache": self.compute_cache_bytes(role)} | process),
             )
-        layer = self.tokens * known.cell_bytes(dtype) // known.num_layers
+        layer = self.tokens * model.cell_bytes(dtype) // model.num_layers
         return PlannedWorker(worker_id, MemoryParts(weights | {"activations": layer} | process))
 
-    def _models_of(self, role: str) -> list[CheckpointFacts]:
+    def _list_models(self, role: str) -> list[CheckpointFacts]:
         """Return the models that a worker of the role holds; each teacher worker has all teachers
         that no server has.
         """
@@ -276,15 +277,15 @@ class _Models:
         teachers = self.config.list_teachers().items()
         return [self.facts.get(name, policy) for name, one in teachers if not one.urls]
 
-    def engine_of(self, role: str) -> EngineConfig:
+    def find_engine(self, role: str) -> EngineConfig:
         """Return the engine of a role that generates."""
         return self.config.judge.engine if role == "judge" else self.config.engine
 
-    def cache_of(self, role: str) -> int:
+    def compute_cache_bytes(self, role: str) -> int:
         """Return the bytes of one sample of the longest length in the cache of a role's engine."""
-        known = self.facts.get(role, self.facts["model"])
-        context = self.engine_of(role).max_context_tokens or 0
-        return context * known.cache_bytes(self.config.model.dtype)
+        model = self.facts.get(role, self.facts["model"])
+        context = self.find_engine(role).max_context_tokens or 0
+        return context * model.cache_bytes(self.config.model.dtype)
 
 
 def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
@@ -300,8 +301,8 @@ def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
         if "cache" not in worker.memory.parts:
             return worker
         role = worker.worker_id.rpartition("-")[0]
-        one = models.cache_of(role)
-        most = models.engine_of(role).max_running_samples
+        one = models.compute_cache_bytes(role)
+        most = models.find_engine(role).max_running_samples
         fitting = min(1 + room // max(one, 1), most)
         cache = MemoryParts(dict(worker.memory.parts) | {"cache": fitting * one})
         return PlannedWorker(worker.worker_id, cache, num_samples=fitting, most_samples=most)
@@ -310,14 +311,14 @@ def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
 
 
 def _changes(
-    config: RunConfig, known: CheckpointFacts, num_devices: int
+    config: RunConfig, model: CheckpointFacts, num_devices: int
 ) -> Iterator[tuple[str, dict[str, object], int]]:
     """Yield changes from small to large: text, values of keys, and number of devices."""
     longest = config.engine.max_context_tokens or 0
     if (config.trainer.max_tokens_per_micro_batch or 0) > longest > 0:
         smaller: dict[str, object] = {"trainer.max_tokens_per_micro_batch": longest}
         yield _text(smaller), smaller, num_devices
-    trainer = memory_of_trainer(config, known, on_gpu=False)
+    trainer = memory_of_trainer(config, model, on_gpu=False)
     recomputed = trainer.recomputing(config)
     if recomputed:
         yield _text(recomputed), recomputed, num_devices
@@ -336,14 +337,14 @@ def _text(values: Mapping[str, object]) -> str:
 
 
 def _estimate(
-    config: RunConfig, known: CheckpointFacts, device: DeviceSpec, sample_tokens: int
+    config: RunConfig, model: CheckpointFacts, device: DeviceSpec, sample_tokens: int
 ) -> StageSeconds:
     roles, trainer = config.roles(), config.trainer
     num_samples = config.run.prompts_per_step * config.run.samples_per_prompt
-    forward = num_samples * sample_tokens * _forward_flops(known, sample_tokens)
+    forward = num_samples * sample_tokens * _forward_flops(model, sample_tokens)
     speed = device.flops * UTILISATION
     return StageSeconds(
-        rollout=_decode_seconds(config, known, device, sample_tokens, num_samples),
+        rollout=_decode_seconds(config, model, device, sample_tokens, num_samples),
         scoring=max(
             (
                 forward / speed / roles[role]
@@ -361,15 +362,15 @@ def _passes(trainer: TrainerConfig) -> float:
     return 3.0 + (trainer.activation_checkpointing != "none")
 
 
-def _forward_flops(known: CheckpointFacts, sample_tokens: int) -> float:
+def _forward_flops(model: CheckpointFacts, sample_tokens: int) -> float:
     """Operations of a token's forward pass: two for each parameter, and causal attention."""
-    attention = 2 * known.num_layers * known.num_heads * known.head_dim * sample_tokens
-    return 2.0 * known.num_active_parameters + attention
+    attention = 2 * model.num_layers * model.num_heads * model.head_dim * sample_tokens
+    return 2.0 * model.num_active_parameters + attention
 
 
 def _decode_seconds(
     config: RunConfig,
-    known: CheckpointFacts,
+    model: CheckpointFacts,
     device: DeviceSpec,
     sample_tokens: int,
     num_samples: int,
@@ -377,15 +378,15 @@ def _decode_seconds(
     """Seconds in which the engines generate the samples of a step: each decoding step reads all
     weights, and the cache of the samples that run.
     """
-    own = -(-num_samples // max(config.workers.rollout, 1))
-    running = min(own, config.engine.max_running_samples)
+    samples_of_engine = -(-num_samples // max(config.workers.rollout, 1))
+    running = min(samples_of_engine, config.engine.max_running_samples)
     new = min(sample_tokens, config.engine.sampling.max_new_tokens or sample_tokens)
-    width = width_of(config.model.dtype)
-    read = known.num_parameters * width + running * sample_tokens * known.cache_bytes(
+    width = get_value_bytes(config.model.dtype)
+    read = model.num_parameters * width + running * sample_tokens * model.cache_bytes(
         config.model.dtype
     )
     seconds = max(
         read / (device.bandwidth * BANDWIDTH_UTILISATION),
-        running * _forward_flops(known, sample_tokens) / (device.flops * UTILISATION),
+        running * _forward_flops(model, sample_tokens) / (device.flops * UTILISATION),
     )
-    return -(-own // running) * new * seconds
+    return -(-samples_of_engine // running) * new * seconds

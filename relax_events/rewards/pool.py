@@ -236,7 +236,7 @@ class RewardPool:
         if len(self._pools) == 1:
             return next(iter(self._pools))
         metadata = orjson.loads(call.head["metadata"])
-        return self._profiles[self._config.source_of(metadata)]
+        return self._profiles[self._config.find_source(metadata)]
 
     def _read_result(
         self, call: Call, result: Result, items: Sequence[RewardItem]

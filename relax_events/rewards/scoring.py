@@ -53,7 +53,7 @@ def read_source(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
     if not reward.routes:
         return None
     try:
-        return reward.source_of(orjson.loads(sample.metadata))
+        return reward.find_source(orjson.loads(sample.metadata))
     except (orjson.JSONDecodeError, AttributeError):
         return None
 

@@ -110,4 +110,4 @@ def choose_judge_reward(
         tree: Any = orjson.loads(metadata)
     except orjson.JSONDecodeError:
         tree = {}
-    return rewards.get(reward.source_of(tree if isinstance(tree, dict) else {}))
+    return rewards.get(reward.find_source(tree if isinstance(tree, dict) else {}))

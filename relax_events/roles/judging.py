@@ -24,7 +24,7 @@ from relax_events.events.parts import (
 )
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.token_layout import modality_of
+from relax_events.media.token_layout import read_modality
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.run_judge import JudgeReward
 from relax_events.rewards.scores import Score, parse_score
@@ -174,7 +174,7 @@ class JudgeQuestions:
 
 def _message(question: str, media: Sequence[ProcessedMedia]) -> ChatMessage:
     """Return the question with the media before it, in their order."""
-    shown = [ContentPart(modality_of(one.reference), media=one.reference) for one in media]
+    shown = [ContentPart(read_modality(one.reference), media=one.reference) for one in media]
     if not shown:
         return ChatMessage.of_text("user", question)
     return ChatMessage("user", [*shown, ContentPart(Modality.TEXT, question)])

@@ -95,12 +95,12 @@ def _sizes_in(folder: Path) -> Iterator[int]:
             os.scandir(folders.pop()) as entries,
         ):
             for entry in entries:
-                yield _size_of(entry)
+                yield _measure_size(entry)
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
 
 
-def _size_of(entry: os.DirEntry[str]) -> int:
+def _measure_size(entry: os.DirEntry[str]) -> int:
     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
         return entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
     return 0
@@ -111,7 +111,7 @@ def _deleted_files(
 ) -> dict[FileKey, int]:
     """Return the size of each deleted file that a process holds.
 
-    Processes of other users than the programs' are those that start programs; they hold none.
+    Processes of other users than the programs' start programs, and hold no deleted files.
     """
     files: dict[FileKey, int] = {}
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):

@@ -152,8 +152,8 @@ def find_isolation() -> Isolation:
     Raises:
         EnvironmentProblem: The interpreter does not start in any isolation.
     """
-    found = next((candidate for candidate in _candidates() if _works(candidate)), None)
-    if found is None:
+    isolation = next((candidate for candidate in _candidates() if _works(candidate)), None)
+    if isolation is None:
         as_root = (
             "run it as a user other than root, or give it the capabilities "
             f"{', '.join(CAPABILITIES)}"
@@ -163,7 +163,7 @@ def find_isolation() -> Isolation:
             f"no program can be isolated here: {sys.executable} does not start in any "
             f"isolation; {remedy}"
         )
-    return found
+    return isolation
 
 
 def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
@@ -175,13 +175,13 @@ def require_isolation(*, allow_unprotected: bool = False) -> Isolation:
     Raises:
         EnvironmentProblem: The isolation is insufficient, or there is none.
     """
-    found = find_isolation()
-    if found.is_sufficient or allow_unprotected is True:  # also of a caller that is not typed
-        return found
+    isolation = find_isolation()
+    if isolation.is_sufficient or allow_unprotected is True:  # also of a caller that is not typed
+        return isolation
     is_isolated_from = {
-        "files (requires bubblewrap or Landlock)": found.guards_files,
-        "the network (requires seccomp or namespaces)": found.guards_network,
-        "other processes (requires seccomp or namespaces)": found.guards_processes,
+        "files (requires bubblewrap or Landlock)": isolation.guards_files,
+        "the network (requires seccomp or namespaces)": isolation.guards_network,
+        "other processes (requires seccomp or namespaces)": isolation.guards_processes,
     }
     missing = " and ".join(
         name for name, is_isolated in is_isolated_from.items() if not is_isolated

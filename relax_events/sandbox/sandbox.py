@@ -90,13 +90,13 @@ class Sandbox:
             self._start_both(solution_runner, test_runner, tests, verdict_pipe, stack)
             deadline = time.monotonic() + self._limits.seconds
             tests_verdict = test_runner.finish(deadline)
-            said = verdict_pipe.read.read(MAX_VERDICT_BYTES) or b""
-            self.reason = said[1:].decode(errors="replace")
+            verdict_bytes = verdict_pipe.read.read(MAX_VERDICT_BYTES) or b""
+            self.reason = verdict_bytes[1:].decode(errors="replace")
             is_gone = test_runner.code == SOLUTION_GONE_EXIT_CODE
             solution_verdict = solution_runner.finish(
                 deadline if is_gone else time.monotonic() + SOLUTION_EXIT_SECONDS
             )  # it exits by itself after the tests
-        if said == b"1":
+        if verdict_bytes == b"1":
             return Verdict.PASSED
         verdict = solution_verdict if is_gone else tests_verdict
         return Verdict.FAILED if verdict is Verdict.PASSED else verdict

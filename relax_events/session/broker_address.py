@@ -71,8 +71,8 @@ def attach(
             was one.
         ConfigError: `broker.credentials` has no password for the principal.
     """
-    with locate_broker(config, by=by, brings_up=brings_up) as found:
-        yield apply_principal(found, principal)
+    with locate_broker(config, by=by, brings_up=brings_up) as located_config:
+        yield apply_principal(located_config, principal)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.config.run_config import RANKED_ROLES
 from relax_events.config.training import ADAMW
-from relax_events.config.unset_keys import OF_MACHINE, missing_keys, value_of, with_values
+from relax_events.config.unset_keys import OF_MACHINE, get_value, missing_keys, with_values
 from relax_events.models.checkpoint_facts import read_facts, tiny_facts
 from relax_events.planning.derived import Derived, derive
 from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
@@ -38,14 +38,14 @@ def inspect_machine(roles: Mapping[str, int]) -> Machine:
 
 def _memory() -> int:
     """Return the machine's memory, or the limit of this process's container."""
-    found: int = psutil.virtual_memory().total
+    num_bytes: int = psutil.virtual_memory().total
     for path in CGROUP_LIMITS:
         try:
             with open(path) as file:
-                found = min(found, int(file.read()))
+                num_bytes = min(num_bytes, int(file.read()))
         except (OSError, ValueError):  # no such limit, or "max"
             continue
-    return found
+    return num_bytes
 
 
 log = structlog.get_logger()
@@ -54,14 +54,14 @@ RESOLVED_FILE = "run.json"
 
 
 def resolve_defaults(
-    config: RunConfig, *, known: RunConfig | None = None, role: str = ""
+    config: RunConfig, *, earlier_config: RunConfig | None = None, role: str = ""
 ) -> tuple[RunConfig, list[Derived]]:
     """Return the configuration with the keys that its run file leaves out, and their values with
     reasons.
 
     Args:
         config: The run file as read.
-        known: The run as it was in its last session, or the parent run.
+        earlier_config: The run as it was in its last session, or the parent run.
         role: The only role on this machine; by default the whole run is on it.
     Raises:
         ConfigError: A checkpoint can't be read.
@@ -70,8 +70,8 @@ def resolve_defaults(
         return with_values(config, {}), []
     kept = (
         []
-        if known is None
-        else _kept(known, [key for key in missing if not (role and key in OF_MACHINE)])
+        if earlier_config is None
+        else _kept(earlier_config, [key for key in missing if not (role and key in OF_MACHINE)])
     )
     config = with_values(config, {derived.key: derived.value for derived in kept})
     processes = config.separate_processes()
@@ -84,10 +84,10 @@ def resolve_defaults(
     return with_values(config, {derived.key: derived.value for derived in fresh}), kept + fresh
 
 
-def _kept(known: RunConfig, keys: list[str]) -> list[Derived]:
-    values = {key: value_of(known, key) for key in keys}
+def _kept(earlier_config: RunConfig, keys: list[str]) -> list[Derived]:
+    values = {key: get_value(earlier_config, key) for key in keys}
     return [
-        Derived(key, value, f"run {known.run.id} started with it")
+        Derived(key, value, f"run {earlier_config.run.id} started with it")
         for key, value in values.items()
         if value is not None
     ]
@@ -102,16 +102,16 @@ def read_checkpoint_facts(config: RunConfig) -> dict[str, CheckpointFacts]:
         "teacher": config.teacher.model_path,
         **{f"teachers.{name}": one.model_path for name, one in config.teachers.items()},
     }
-    found = {
+    facts = {
         section: read_facts(path)
         for section, path in paths.items()
         if path is not None and (path / "config.json").is_file()
     }
-    if "model" not in found and tiny is not None:
-        found["model"] = tiny_facts(tiny)
-    if "model" in found and config.trainer.optimizer != ADAMW:
-        found["model"] = replace(found["model"], optimizer_bytes=_measure_optimizer(config))
-    return found
+    if "model" not in facts and tiny is not None:
+        facts["model"] = tiny_facts(tiny)
+    if "model" in facts and config.trainer.optimizer != ADAMW:
+        facts["model"] = replace(facts["model"], optimizer_bytes=_measure_optimizer(config))
+    return facts
 
 
 def _measure_optimizer(config: RunConfig) -> float:

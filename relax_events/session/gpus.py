@@ -45,23 +45,23 @@ def parse_gpus(output: str, *, visible: str | None) -> tuple[Gpu, ...]:
     Args:
         output: Lines of `nvidia-smi`: index, UUID, MiB.
         visible: `CUDA_VISIBLE_DEVICES`, indices or beginnings of UUIDs; None shows all. As for
-            CUDA, names after one that is not there are not visible either.
+            CUDA, names after the name of a missing GPU are not visible either.
     """
     rows = [[word.strip() for word in line.split(",")] for line in output.splitlines()]
-    known = [(index, uuid, int(mib) * 2**20) for index, uuid, mib in rows if mib.isdigit()]
+    gpus = [(index, uuid, int(mib) * 2**20) for index, uuid, mib in rows if mib.isdigit()]
     if visible is None:
-        return tuple(Gpu(index, num_bytes) for index, _, num_bytes in known)
-    found: list[Gpu] = []
+        return tuple(Gpu(index, num_bytes) for index, _, num_bytes in gpus)
+    visible_gpus: list[Gpu] = []
     for name in (part.strip() for part in visible.split(",")):
         memory = next(
             (
                 size
-                for index, uuid, size in known
+                for index, uuid, size in gpus
                 if name and (name == index or uuid.startswith(name))
             ),
             None,
         )
         if memory is None:
             break
-        found.append(Gpu(name, memory))
-    return tuple(found)
+        visible_gpus.append(Gpu(name, memory))
+    return tuple(visible_gpus)

@@ -58,8 +58,8 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
         # towers and the norms of layers are not in an estimate from the sizes
         facts["model"] = replace(facts["model"], num_parameters=_count_parameters(config))
     if missing_keys(config):
-        found = derive(config, facts, machine)
-        config = with_values(config, {one.key: one.value for one in found})
+        values = derive(config, facts, machine)
+        config = with_values(config, {one.key: one.value for one in values})
     tokens = sample_tokens or (config.engine.max_context_tokens or 0) // MEAN_OF_LONGEST
     plan = plan_run(config, facts, device=device, num_devices=count, sample_tokens=tokens)
     return PlannedRun(plan, config, facts["model"], device, count, tokens)

@@ -48,7 +48,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
         """
         self._path = folder / SESSIONS_FILE
         self._file: IO[bytes] | None = None
-        self._own = Session(os.getpid(), socket.gethostname(), now_micros())
+        self._session = Session(os.getpid(), socket.gethostname(), now_micros())
         self.earlier: list[Session] = []
         """Oldest first."""
         self.others: list[Session] = []
@@ -65,7 +65,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
             if is_alone
             else [session for session in self.earlier if session.ended_at is None][-1:]
         )
-        self._file.write(_line(self._own))
+        self._file.write(_line(self._session))
         return self
 
     def __exit__(
@@ -76,7 +76,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
     ) -> None:
         if self._file is not None:
             with suppress(OSError):  # the disk may be full; the session then counts as killed
-                self._file.write(_line(replace(self._own, ended_at=now_micros())))
+                self._file.write(_line(replace(self._session, ended_at=now_micros())))
             self._file.close()
 
     def is_alone(self) -> bool:
@@ -92,7 +92,7 @@ class RunSessions(AbstractContextManager["RunSessions"]):
                 last one.
         """
         return wall_seconds + sum(
-            session_seconds(self.earlier, commits, until=self._own.started_at)
+            session_seconds(self.earlier, commits, until=self._session.started_at)
         )
 
 
@@ -115,21 +115,21 @@ def parse_sessions(content: bytes) -> list[Session]:
     """Parse the sessions from the file's content, oldest first: each has a line for its start, and
     usually one for its end.
     """
-    found: dict[tuple[str, int, int], Session] = {}
+    sessions: dict[tuple[str, int, int], Session] = {}
     for line in content.splitlines():
         with suppress(
             orjson.JSONDecodeError, TypeError
         ):  # a line that was truncated by a full disk
             session = Session(**orjson.loads(line))
-            found[session.host, session.pid, session.started_at] = session
-    return sorted(found.values(), key=lambda session: session.started_at)
+            sessions[session.host, session.pid, session.started_at] = session
+    return sorted(sessions.values(), key=lambda session: session.started_at)
 
 
 def session_seconds(
     sessions: Sequence[Session], commits: Sequence[int], *, until: int
 ) -> list[float]:
-    """Return how long each session took; one that was killed counts up to the last step before the
-    next one started.
+    """Return how long each session took; a session that was killed counts up to the last step
+    before the next one started.
 
     Args:
         sessions: Oldest first.

@@ -90,7 +90,7 @@ def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
     if not missing_keys(config):
         return config
     whole, derived = resolve_defaults(
-        config, known=known_settings(config, read_last_session(config)), role=role
+        config, earlier_config=known_settings(config, read_last_session(config)), role=role
     )
     log_derived(derived)
     if role not in WITHOUT_MODEL and (
@@ -127,7 +127,7 @@ def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool)
     Args:
         run_id: The run.
         changes: Since its last session.
-        is_accepted: Whether the user has accepted those that change what is trained.
+        is_accepted: Whether the user has accepted the changes of what is trained.
     Raises:
         ConfigError: A run can't continue with a change; the text names all, and the command of a
             fork.
@@ -166,14 +166,14 @@ def settings_history(
     """Return what changed in a run file between a run's sessions, each time with the policy version
     from which on it holds.
     """
-    found = []
+    history = []
     for old, new in pairwise(descriptions):
         with suppress(
             ConfigError
         ):  # of a release that this one can't read: `RunSummary.config` says so
             if changes := find_changes(old, read_described_config(new, run_id=run_id)):
-                found.append((new.from_version or 0, changes))
-    return found
+                history.append((new.from_version or 0, changes))
+    return history
 
 
 def _argument(value: object) -> str:

@@ -38,7 +38,7 @@ from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modal
 from relax_events.events.types import SampleReady
 from relax_events.examples.zoom import quarter
 from relax_events.media.library import MediaLibrary
-from relax_events.media.token_layout import modality_of
+from relax_events.media.token_layout import read_modality
 from relax_events.models.families import read_family
 from relax_events.objects import ObjectStore
 from relax_events.objects.store import list_message_media
@@ -272,7 +272,7 @@ def test_trainer_forward_inputs_match_the_engine_in_multi_turn_samples(
         ]
         assert max(len(sample.media) for sample in samples) >= 2
         if reads_audio:
-            assert {modality_of(media) for sample in samples for media in sample.media} == set(
+            assert {read_modality(media) for sample in samples for media in sample.media} == set(
                 PLACEHOLDERS
             )
         policy = PolicyModel(

@@ -22,7 +22,7 @@ from relax_events.events.parts import Modality
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.token_layout import modality_of
+from relax_events.media.token_layout import read_modality
 from relax_events.models.families import read_family
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
@@ -227,7 +227,7 @@ def test_gradient_is_the_same_packed_padded_and_shared(name: str, groups: Any, s
                 if parameter.grad is not None
             }
         )
-    media = [modality_of(reference) for sample in samples for reference in sample.media]
+    media = [read_modality(reference) for sample in samples for reference in sample.media]
     assert any("visual." in name for name in gradients[0]) == any(
         kind is not Modality.AUDIO for kind in media
     )

@@ -139,7 +139,7 @@ def test_rows_deleted_from_the_log_are_never_issued(
     sampler = PromptSampler(stream_of(10), block_rows=block_rows)
     for row in (3, 5, 6, 8):
         sampler.mark_used(row)
-    sampler.skip_to_block_of(5)
+    sampler.skip_to_block(5)
     assert sampler.floor == floor
     assert [choice.row for choice in sampler.next_rows(3, train_step=0)] == rows
 

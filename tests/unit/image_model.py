@@ -43,7 +43,7 @@ from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.token_layout import modality_of
+from relax_events.media.token_layout import read_modality
 from tests.folders import kept_folder
 
 BOUNDS = MediaConfig()
@@ -108,7 +108,7 @@ def question(*references: MediaRef) -> list[ChatMessage]:
     parts = [
         part
         for ref in references
-        for part in (ContentPart(Modality.TEXT, "so "), ContentPart(modality_of(ref), media=ref))
+        for part in (ContentPart(Modality.TEXT, "so "), ContentPart(read_modality(ref), media=ref))
     ]
     return [ChatMessage("user", [*parts, ContentPart(Modality.TEXT, "What is it?")])]
 

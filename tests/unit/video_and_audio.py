@@ -28,7 +28,7 @@ from relax_events.examples.synthetic_media import encode_video, encode_wav
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.token_layout import modality_of
+from relax_events.media.token_layout import read_modality
 from tests.folders import kept_folder
 from tests.unit.image_model import image_file, image_run, plain_model
 
@@ -239,7 +239,7 @@ def plain_inputs(
         frames_of_pieces = [
             piece.pixels if piece.pixels.ndim == 4 else piece.pixels[None]
             for piece in media
-            if modality_of(piece.reference) is modality
+            if read_modality(piece.reference) is modality
         ]
         if frames_of_pieces:
             cut = [plain_patches(frames) for frames in frames_of_pieces]

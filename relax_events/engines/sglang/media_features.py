@@ -21,7 +21,7 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.events.parts import Modality
 from relax_events.media.geometry import ImageGeometry
 from relax_events.media.model_inputs import ProcessedMedia
-from relax_events.media.token_layout import MediaLayout, modality_of
+from relax_events.media.token_layout import MediaLayout, read_modality
 from relax_events.media.towers import log_mel_spectrogram
 
 FORMAT = "relax-events.media.3"
@@ -160,7 +160,7 @@ def _split_modalities(
 ) -> Iterator[tuple[Modality, NDArray[Any], ImageGeometry | None]]:
     """Yield the visual input of a file, then its audio input; a video may have both."""
     if piece.pixels is not None:
-        yield modality_of(piece.reference), piece.pixels, layout.images.geometry
+        yield read_modality(piece.reference), piece.pixels, layout.images.geometry
     if piece.samples is not None:
         yield Modality.AUDIO, log_mel_spectrogram(piece, extractor).numpy(), None
 

@@ -181,8 +181,8 @@ class McpSession:
             return Reply(call.error, role="tool")
         client = self._clients.get(call.name)
         if client is None:
-            known = ", ".join(self._clients)
-            return Reply(f"there is no tool {call.name!r}, only {known}", role="tool")
+            names = ", ".join(self._clients)
+            return Reply(f"there is no tool {call.name!r}, only {names}", role="tool")
         if self._is_ending.is_set():
             raise EpisodeFailed(f"the server of tool {call.name!r} is gone")
         try:

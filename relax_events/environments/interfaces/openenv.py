@@ -60,11 +60,11 @@ class OpenEnvAdapter:
                 "install relax-events[environments]"
             ) from None
         del websockets
-        known = ("action_field", "actions", "text_field", "image_field", "reset")
-        if unknown := [name for name in options if name not in known]:
+        allowed_options = ("action_field", "actions", "text_field", "image_field", "reset")
+        if unknown := [name for name in options if name not in allowed_options]:
             raise ConfigError(
                 f"environment.options.{unknown[0]} is unknown to interface 'openenv', which takes "
-                f"{', '.join(known)}"
+                f"{', '.join(allowed_options)}"
             )
         self._options, self._url, self._bounds = options, build_url(address), bounds
 
@@ -180,11 +180,12 @@ class OpenEnvSession:
             raise EpisodeFailed(f"the server {self._url} sent {type(data).__name__} as data")
         if answer.get("type") != "error":
             return data
-        said = f"{data.get('message')!s:.1000}"
+        message_text = f"{data.get('message')!s:.1000}"
         if message["type"] == "step" and data.get("code") in MISTAKES:
-            return {"refused": f"error: {said}: {data.get('errors', '')!s:.1000}"}
+            return {"refused": f"error: {message_text}: {data.get('errors', '')!s:.1000}"}
         raise EpisodeFailed(
-            f"the server {self._url} failed on {message['type']}: {data.get('code')!s:.100}: {said}"
+            f"the server {self._url} failed on {message['type']}: {data.get('code')!s:.100}: "
+            f"{message_text}"
         )
 
     def _describe_end(self, error: ConnectionClosed) -> str:

@@ -61,8 +61,8 @@ class SkyrlGymSession:
         offered = {"env_config": dict(self._options), "extras": dict(self._extras)}
         named = select_named(self._build, offered)
         self._environment = await call(self._build, **{name: offered[name] for name in named})
-        given = [dict(message) for message in self._task.messages]
-        prompt, _ = await call(self._environment.init, given)
+        messages = [dict(message) for message in self._task.messages]
+        prompt, _ = await call(self._environment.init, messages)
         if prompt == self._task.messages:
             return Opening()
         return Opening(

@@ -201,13 +201,13 @@ def _kill_children() -> None:
 
 
 def _children() -> list[int]:
-    own, found = os.getpid(), []
+    pid, children = os.getpid(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            if int(fields[1]) == own:
-                found.append(int(folder.name))
-    return found
+            if int(fields[1]) == pid:
+                children.append(int(folder.name))
+    return children
 
 
 def _run(
@@ -294,10 +294,10 @@ def _drop_capabilities() -> None:
         raise OSError(ctypes.get_errno(), "drop capabilities")
 
 
-def _set_limit(kind: int, wanted: int) -> None:
+def _set_limit(kind: int, value: int) -> None:
     """Set a limit, unless a lower one is set."""
     _, hard = resource.getrlimit(kind)
-    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (limit, limit))
 
 

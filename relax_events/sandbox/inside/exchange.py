@@ -55,7 +55,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def make_error(self, description: dict[str, Any]) -> BaseException:
-        """Return the local exception for one that the other side raised."""
+        """Return the local exception for an exception that the other side raised."""
 
     def find_builtin(self, name: str) -> Any:
         """Return the builtin that the other side names."""

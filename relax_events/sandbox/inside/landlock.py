@@ -33,8 +33,8 @@ BIND_AND_CONNECT_TCP, CONNECT_TCP, ABSTRACT_SOCKETS_AND_SIGNALS = 3, 2, 3
 
 def version() -> int:
     """Return the kernel's version of the Landlock interface; 0 if it has none."""
-    found = _libc().syscall(CREATE_RULESET, None, 0, ASK_FOR_VERSION)
-    return max(int(found), 0)
+    answer = _libc().syscall(CREATE_RULESET, None, 0, ASK_FOR_VERSION)
+    return max(int(answer), 0)
 
 
 def restrict(

@@ -25,7 +25,7 @@ class TestNames:
         first_read: Read, and not bound before.
         loaded: Read anywhere.
         bound: Bound by an assignment, a definition or an import.
-        imported: Top-level names of imported modules, also those that functions import.
+        imported: Top-level names of imported modules, also of modules that functions import.
         imports_all: Whether they import all names of the solution.
     """
 
@@ -51,7 +51,8 @@ def find_names(code: CodeType) -> TestNames:
 
 
 def _follow(body: CodeType, names: TestNames, local: set[str]) -> set[str]:
-    """Add the names of a module, class or function; return those that a function binds globally.
+    """Add the names of a module, class or function; return the names that a function binds
+    globally.
 
     Args:
         body: Its code.

@@ -117,10 +117,10 @@ def _is_installed(name: str) -> bool:
     if name in OUR_MODULES:
         return False
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin is not None
+    return spec is not None and spec.origin is not None
 
 
 def _find_library_object(name: str, value: Any) -> dict[str, Any]:
@@ -132,10 +132,10 @@ def _find_library_object(name: str, value: Any) -> dict[str, Any]:
         home = name if claimed == name else LIBRARY_NAMES.get(name)
         if home is None:
             return {}
-        found = getattr(importlib.import_module(home), name)
+        library_object = getattr(importlib.import_module(home), name)
     except (ImportError, AttributeError, OSError):
         return {}
     if type(value) in (int, float, str):
-        return {name: found} if value == found else {}
-    is_claimed = claimed is not None and claimed == getattr(found, "__module__", None)
-    return {name: found} if is_claimed else {}
+        return {name: library_object} if value == library_object else {}
+    is_claimed = claimed is not None and claimed == getattr(library_object, "__module__", None)
+    return {name: library_object} if is_claimed else {}

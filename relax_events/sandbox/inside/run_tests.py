@@ -82,11 +82,15 @@ def execute_tests(tests: str, defined: Mapping[str, Any], solution: ToSolution) 
 
 def _explain(error: BaseException) -> str:
     """Return an exception's name, its text, and the line of the tests that it left."""
-    said = description(error)
+    fields = description(error)
     lines = [
         line
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_filename == "tests.py"
     ]
     place = f" in line {lines[-1]} of the tests" if lines else ""
-    return f"{said['name']}{place}: {said['text']}" if said["text"] else f"{said['name']}{place}"
+    return (
+        f"{fields['name']}{place}: {fields['text']}"
+        if fields["text"]
+        else f"{fields['name']}{place}"
+    )

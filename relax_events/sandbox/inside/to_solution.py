@@ -69,11 +69,11 @@ class ToSolution(Exchange):  # type: ignore[misc]  # mypy does not find it: this
 
     def take_new_proxies(self) -> list[Remote]:
         """Return the proxies made since the last call of this method."""
-        taken, self._new_proxies = self._new_proxies, []
-        return taken
+        proxies, self._new_proxies = self._new_proxies, []
+        return proxies
 
     def make_error(self, description: dict[str, Any]) -> BaseException:
-        """Return the local exception for one that the solution raised."""
+        """Return the local exception for an exception that the solution raised."""
         name, text = str(description.get("name")), str(description.get("text"))
         return self._error_class(name, str(description.get("builtin")))(text)
 
@@ -95,6 +95,6 @@ def _refused_of_results(name: str) -> frozenset[str]:
 
 
 def _narrow(value: Any) -> Any:
-    """Return another exception class for one that would catch a failed assertion of the tests."""
+    """Return another class for an exception class that would catch a failed assertion."""
     is_exception = isinstance(value, type) and issubclass(value, BaseException)
     return SolutionError if is_exception and issubclass(AssertionError, value) else value

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from relax_events.attacks.options import UNPROTECTED
 from relax_events.config import RunConfig
-from relax_events.config.external_values import Names, is_marked, kind_of, model_of, names_in
+from relax_events.config.external_values import Names, find_kind, find_table, is_marked, names_in
 
 NAMING = (str, Path, Any, dict)
 
@@ -30,7 +30,7 @@ def types_in(kind: Any) -> Iterator[Any]:
 
 def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
-        if (inner := model_of(field.annotation)) is not None:
+        if (inner := find_table(field.annotation)) is not None:
             yield from keys_of(inner, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", field
@@ -58,7 +58,7 @@ def test_unmarked_key_is_treated_as_naming_anything() -> None:
     class Table(BaseModel):
         forgotten: str = ""
 
-    assert kind_of(Table.model_fields["forgotten"]) is Names.OPTIONS
+    assert find_kind(Table.model_fields["forgotten"]) is Names.OPTIONS
     assert [named.key for named in names_in({"forgotten": "http://evil"}, Table)] == ["forgotten"]
 
 

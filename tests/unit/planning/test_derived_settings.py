@@ -11,7 +11,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.config.loading import _known_keys
-from relax_events.config.unset_keys import OF_MACHINE, OF_RUN, missing_keys, value_of, with_values
+from relax_events.config.unset_keys import OF_MACHINE, OF_RUN, get_value, missing_keys, with_values
 from relax_events.planning.derived import derive
 from relax_events.planning.inventory import CheckpointFacts, Machine
 
@@ -337,7 +337,7 @@ def test_dumped_run_file_leaves_keys_to_be_derived_unset(
 ) -> None:
     config = run_of()
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
-    assert value_of(config, "trainer.learning_rate") is None
+    assert get_value(config, "trainer.learning_rate") is None
     assert missing_keys(make_run_config()) == []
 
 

@@ -19,7 +19,7 @@ BY_ITSELF = DevicesConfig()
 def place(
     roles: dict[str, int], *, ranks: int = 1, num_devices: int, named: DevicesConfig = BY_ITSELF
 ) -> dict[str, int]:
-    return place_workers(roles, ranks=ranks, num_devices=num_devices, given=named)
+    return place_workers(roles, ranks=ranks, num_devices=num_devices, devices=named)
 
 
 def test_one_device_is_shared_by_all() -> None:
@@ -87,11 +87,11 @@ def test_device_that_is_not_there_is_refused() -> None:
 
 
 def test_elastic_worker_gets_the_device_with_the_least_load() -> None:
-    placed = place_workers(ASYNC, ranks=1, num_devices=4, given=BY_ITSELF)
+    placed = place_workers(ASYNC, ranks=1, num_devices=4, devices=BY_ITSELF)
     assert placed["rollout-0"] == 1
-    assert place_worker("rollout", 1, placed, num_devices=4, given=BY_ITSELF) == 2
+    assert place_worker("rollout", 1, placed, num_devices=4, devices=BY_ITSELF) == 2
     named = DevicesConfig(rollout=(2, 3))
-    assert place_worker("rollout", 3, placed, num_devices=4, given=named) == 3
+    assert place_worker("rollout", 3, placed, num_devices=4, devices=named) == 3
 
 
 @given(
