@@ -129,10 +129,10 @@ class StepCommitter:
         Their offsets follow with the step: until then a restart reads the records again and drops
         them as done.
         """
-        wanted = {group.prompt_group_id for group in ended}
+        group_ids = {group.prompt_group_id for group in ended}
         self._writer.commit(
             [self._outcome_record(group) for group in ended],
-            is_already_committed=lambda: self._are_committed(wanted, train_step),
+            is_already_committed=lambda: self._are_committed(group_ids, train_step),
         )
         self._count_outcomes(ended)
 
@@ -169,13 +169,13 @@ class StepCommitter:
         history = self._history()
         if any(step.train_step >= train_step for step in history.steps):
             raise Fenced(f"train step {train_step} was committed by another trainer; end this one")
-        known = group_ids & history.ended_group_ids
-        if known and known != group_ids:
+        committed_ids = group_ids & history.ended_group_ids
+        if committed_ids and committed_ids != group_ids:
             raise Fenced(
-                f"the outcome of prompt group {min(known)} was committed by another trainer; end "
-                "this one"
+                f"the outcome of prompt group {min(committed_ids)} was committed by another "
+                "trainer; end this one"
             )
-        return bool(known)
+        return bool(committed_ids)
 
     def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
         self._worker.metrics.count_ended_group(ended.outcome)
@@ -187,19 +187,21 @@ class StepCommitter:
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
     ) -> ProducerRecord:
         plan = self._worker.plan
-        own = [
+        partitions = [
             (topic, partition)
             for topic in plan.sample_topics()
             for partition in plan.partitions_of_version(version)
         ]
-        ends = self._admin.end_offsets([*self._control_partitions, *own])
+        ends = self._admin.end_offsets([*self._control_partitions, *partitions])
         self._control_offsets = self._control_offsets_in(ends)
         event = PolicyVersionPublished(
             policy_version=version,
             artifact=artifact,
             transports=self._transports,
             # Records of the version follow its publication.
-            start_offsets=[TopicOffset(*partition, ends[partition]) for partition in sorted(own)],
+            start_offsets=[
+                TopicOffset(*partition, ends[partition]) for partition in sorted(partitions)
+            ],
             control_offsets=[
                 TopicOffset(plan.topic(entity), 0, offset)
                 for entity, offset in self._control_offsets.items()

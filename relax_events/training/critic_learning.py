@@ -107,7 +107,7 @@ class CriticLearner:
         begin = self._find_start_offset(store)
         digests = self._recorded_digests(begin)
         self._restore(store, digests)
-        own = ParentRun(worker.config, worker.plan, worker.connection)
+        source = ParentRun(worker.config, worker.plan, worker.connection)
         first, last = self.critic.policy_version, worker.config.last_version
         critic_algorithm = worker.config.algorithm.of_critic
         relabeller = (
@@ -120,7 +120,7 @@ class CriticLearner:
         batches = RecordedBatches(worker, SingleRank(), relabel=relabeller)
         begin = begin if first in digests else 0
         self._steps = ReplaySource(
-            own,
+            source,
             batches,
             first=first,
             last=last,
@@ -149,7 +149,7 @@ class CriticLearner:
 
     def _find_start_offset(self, store: ObjectStore) -> int:
         """Return where the steps since the oldest stored checkpoint begin on control.train-steps;
-        0 where there is none.
+        0 if no checkpoint is stored.
         """
         oldest = min(stored_checkpoint_versions(store), default=-1)
         if oldest < 0:
@@ -160,16 +160,16 @@ class CriticLearner:
             self._worker.records.decode,
         )
         try:
-            found = read_newest_publications(
+            publications = read_newest_publications(
                 reader,
                 plan,
                 decode,
-                is_enough=lambda found: bool(found) and found[0].policy_version <= oldest,
+                is_enough=lambda events: bool(events) and events[0].policy_version <= oldest,
             )
         finally:
             reader.close()
         return find_start_offsets(
-            [event for event in found if event.policy_version >= oldest], plan
+            [event for event in publications if event.policy_version >= oldest], plan
         )["control.train-steps"]
 
     def _recorded_digests(self, begin: int) -> dict[int, bytes]:
@@ -187,10 +187,10 @@ class CriticLearner:
         return digests
 
     def _restore(self, store: ObjectStore, digests: Mapping[int, bytes]) -> None:
-        for found in list_critic_checkpoints(store, digests=digests):
-            if not self.critic.load(found.reference):
+        for checkpoint in list_critic_checkpoints(store, digests=digests):
+            if not self.critic.load(checkpoint.reference):
                 continue
-            self._consumed = dict(found.consumed)
+            self._consumed = dict(checkpoint.consumed)
             log.info("checkpoint.loaded", policy_version=self.critic.policy_version)
             return
 

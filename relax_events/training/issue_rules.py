@@ -53,14 +53,14 @@ class IssueRules:
         Raises:
             ForeignRecord: It is on a partition of another shard; the text names both.
         """
-        expected, found = (
+        expected, shard = (
             compute_shard(prompt_group_id, shards=self.plan.partitions_per_version),
             record.partition % self.plan.partitions_per_version,
         )
-        if found != expected:
+        if shard != expected:
             raise ForeignRecord(
                 f"end requests of prompt group {prompt_group_id} belong on partitions of shard "
-                f"{expected}, got {found} ({record.location})"
+                f"{expected}, got {shard} ({record.location})"
             )
 
     def _problems(self, record: Record, sample: SampleReady, trainer_version: int) -> Iterator[str]:

@@ -122,7 +122,7 @@ class StepPublisher:
         )
 
     def write_weights(self, parts: Iterable[WeightPart], *, policy_version: int) -> None:
-        """Write a version; one that is written in the background is copied, and begun.
+        """Write a version; if it is written in the background, copy it and begin.
 
         Args:
             parts: The version's tensors; each part is used until the next is asked for.
@@ -204,7 +204,7 @@ class StepPublisher:
         self._committer.commit_outcomes(ended, train_step=train_step)
 
     def prune_weights(self, policy_version: int) -> None:
-        """Delete all weights that are no longer needed, including those that an earlier crash
+        """Delete all weights that are no longer needed, including weights that an earlier crash
         left.
         """
         config, num_slots = self._worker.config, self._worker.plan.num_slots

@@ -108,7 +108,7 @@ class Ranks(GatheringRanks, Protocol):
 
 class DataRanks:
     """The copies of the model, each of which several ranks hold together and of which one rank
-    speaks: the first of those that compute the loss. Collective over all ranks.
+    speaks: the first rank that computes the loss. Collective over all ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:

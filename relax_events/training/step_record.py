@@ -25,7 +25,7 @@ MAX_COMPONENTS = 32
 class PhaseTimer:
     """Seconds by phase of one step. Time after the snapshot (the commit) is the next step's.
 
-    The phases of a step add up to its time: `other` is the time outside of those that are measured,
+    The phases of a step add up to its time: `other` is the time outside of the measured phases,
     for example until the engines leave a shared device.
     """
 

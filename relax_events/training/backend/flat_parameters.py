@@ -220,8 +220,8 @@ class FlatParameters:
         """
         weights = self._weights()
         saved = {name: shape for name, shape in state.shapes.items() if name not in without}
-        wanted = {name: tuple(one.shape) for name, one in weights.items()}
-        require_same_tensors(saved, wanted | self._optimizer.expected(saved))
+        shapes = {name: tuple(one.shape) for name, one in weights.items()}
+        require_same_tensors(saved, shapes | self._optimizer.expected(saved))
         self._optimizer.load(state)
         for name, tensor in weights.items():
             tensor.copy_(state.read(name))

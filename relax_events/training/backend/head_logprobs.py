@@ -57,8 +57,8 @@ def apply_head(
         chunk: So many tokens at a time; the backward pass computes each chunk again where there are
             several.
         entropy_gradient: Compute entropies with gradient.
-        num_top: Return so many of the most probable ids too: of those that were not requested, and
-            after them.
+        num_top: Return so many of the most probable ids too: of the ids that were not requested,
+            and after them.
     """
     if len(inputs.targets) <= chunk:
         return _apply_whole_head(head, inputs, entropy_gradient, num_top)
@@ -119,17 +119,19 @@ def _head_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(logprobs.exp() * logprobs).sum(-1)
     if num_top:
-        own = logprobs.detach() if rows is None else logprobs.detach().index_select(0, rows)
-        ids = _with_most_probable(ids, own, num_top)
+        row_logprobs = (
+            logprobs.detach() if rows is None else logprobs.detach().index_select(0, rows)
+        )
+        ids = _with_most_probable(ids, row_logprobs, num_top)
     # Once for both: a second `gather` without a gradient would keep each chunk's log-probabilities
     # until the end of the backward pass.
-    wanted = torch.cat([targets[:, None], ids], dim=-1)
+    columns = torch.cat([targets[:, None], ids], dim=-1)
     if rows is None:
-        chosen = logprobs.gather(-1, wanted)
+        chosen = logprobs.gather(-1, columns)
     else:
         entropies = entropies.index_select(0, rows)
-        wanted = wanted + rows[:, None] * logprobs.shape[1]
-        chosen = logprobs.flatten().index_select(0, wanted.flatten()).view(wanted.shape)
+        columns = columns + rows[:, None] * logprobs.shape[1]
+        chosen = logprobs.flatten().index_select(0, columns.flatten()).view(columns.shape)
     return chosen[:, 0], entropies, ids, chosen[:, 1:]
 
 

@@ -24,5 +24,5 @@ def copy_to_host(tensor: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def on_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
-    """Return those of some tensors that are on a device."""
+    """Return the tensors that are on a device."""
     return [tensor for tensor in tensors if tensor.device == device]

@@ -53,8 +53,8 @@ def reconcile(
         whole = published.get(name.removeprefix("model.")) if name.startswith("model.") else None
         if whole is None:
             return master
-        wanted = cut(whole, offset=offset, shape=tuple(master.shape))
-        nearest = nearest_value_rounding_to(wanted.to(master.device), master)
+        piece = cut(whole, offset=offset, shape=tuple(master.shape))
+        nearest = nearest_value_rounding_to(piece.to(master.device), master)
         moved = nearest != master
         num_values, num_moved = num_values + master.numel(), num_moved + int(moved.sum())
         if moved.any():
@@ -81,7 +81,8 @@ def nearest_value_rounding_to(
 
     Args:
         rounded: Finite, in the dtype that the result rounds to.
-        values: In the same dtype or a wider one; one that is not finite gives the rounded value.
+        values: In the same dtype or a wider one; where a value is not finite, the result is the
+            rounded one.
     """
     exact = rounded.to(values.dtype)
     if rounded.dtype not in BITS or rounded.dtype == values.dtype:

@@ -70,7 +70,7 @@ class NamedOptimizer:
             for key, value in state.items():
                 if value is None:
                     continue
-                kind = _kind_of(value)
+                kind = _find_kind(value)
                 tensor = value if kind == TENSOR else torch.tensor(value, dtype=DTYPES[kind])
                 yield kind, key, self._names[parameter], tensor
 
@@ -86,7 +86,7 @@ class NamedOptimizer:
         Raises:
             WeightsError: The state is another optimizer's; nothing was changed.
         """
-        found: dict[Tensor, dict[str, Any]] = {}
+        states: dict[Tensor, dict[str, Any]] = {}
         for full in (name for name in state.shapes if name.startswith(PREFIX)):
             kind, _, rest = full.removeprefix(PREFIX).partition(".")
             key, _, name = rest.partition(".")
@@ -100,12 +100,12 @@ class NamedOptimizer:
             # as torch.optim has it, what is counted in a tensor stays on the CPU
             device = parameter.device if value.ndim else value.device
             kept = value.to(device, copy=True) if kind == TENSOR else value.item()
-            found.setdefault(parameter, {})[key] = kept
+            states.setdefault(parameter, {})[key] = kept
         self._optimizer.state.clear()
-        self._optimizer.state.update(found)
+        self._optimizer.state.update(states)
 
 
-def _kind_of(value: object) -> str:
+def _find_kind(value: object) -> str:
     if isinstance(value, Tensor):
         return TENSOR
     if isinstance(value, bool):

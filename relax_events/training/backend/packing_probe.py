@@ -41,15 +41,15 @@ def is_isolated(
         float((values - alone_output).square().mean().sqrt())
         for values in (layout_output, leaking_output)
     )
-    found = difference < MAX_LEAK_RATIO * leak
+    is_apart = difference < MAX_LEAK_RATIO * leak
     log.info(
         "packing.probed",
         shared=shared,
-        is_apart=found,
+        is_apart=is_apart,
         difference=difference,
         difference_of_a_leak=leak,
     )
-    return found
+    return is_apart
 
 
 def build_probe(

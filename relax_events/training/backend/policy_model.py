@@ -171,8 +171,8 @@ class PolicyModel:
             entropy_gradient: Compute entropies with gradient.
             ids: Token ids whose log-probabilities are also returned, [loss_tokens, ids]; with a
                 gradient.
-            num_top: Use so many of the most probable ids: of those that are not among `ids`, and
-                after them.
+            num_top: Use so many of the most probable ids: of the ids that are not among `ids`,
+                and after them.
         """
         result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = call_with_weights(
             self.module, self._compute_logprobs, batch, entropy_gradient, ids, num_top

@@ -216,9 +216,9 @@ class PolicyTraining(ABC):
         if self.waits_for_step:
             self._deferred = self._with_old_logprobs(self._deferred)
         values = {
-            sample_id: own
+            sample_id: sample_values
             for deferred in self._deferred
-            for sample_id, own in deferred.values_by_sample().items()
+            for sample_id, sample_values in deferred.values_by_sample().items()
         }
         is_empty = True
         for epoch, micro_batches in self._batch.mini_batches(self.policy_version):
@@ -332,7 +332,7 @@ class PolicyTraining(ABC):
             StepNotFinite: Loss or gradient is not finite, on all ranks.
         """
         metrics = self._config.algorithm.spec.metrics
-        totals, mismatch_max, own = gather_totals(
+        totals, mismatch_max, rank_totals = gather_totals(
             self._micro_batches, ranks=self._data_ranks, name=name, metrics=metrics
         )
         if may_stop and self._exceeds_max_kl(totals):
@@ -343,7 +343,7 @@ class PolicyTraining(ABC):
             learning_rate=learning_rate,
             gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)),
         )
-        return OptimizerStep(epoch, totals, mismatch_max, own, grad_norm)
+        return OptimizerStep(epoch, totals, mismatch_max, rank_totals, grad_norm)
 
     def _step_name(self, number: int) -> str:
         """Return the name of an optimizer step for errors."""

@@ -29,14 +29,14 @@ ENGINE_METRICS = frozenset((
     "num_rejected_by_veto", "num_rejected_by_divergence", "is_stopped_by_kl",
     "first_epoch_policy_kl", "last_epoch_policy_kl", "last_epoch_clip_fraction",
 ))  # fmt: skip
-"""Metrics that compare the policy with the one that generated the samples, or that describe
+"""Metrics that compare the policy with the policy that generated the samples, or that describe
 off-policy corrections of the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one train step over all ranks. Means are over loss tokens, except those that
-    follow the algorithm's aggregation.
+    """Metrics of one train step over all ranks. Means are over loss tokens, except the means
+    that follow the algorithm's aggregation.
 
     `mismatch_*` compares the engine's log-probabilities with the trainer's: at staleness 0 it is
     their numerical difference on the same weights, above that also how far the policy has moved.
@@ -48,7 +48,7 @@ class StepMetrics:
     `distill_loss` is the divergence from the teacher in the loss, before its coefficient;
     `teacher_kl` estimates KL(engine's policy || teacher) from the sampled tokens, and so may be
     slightly negative. `load_balancing_loss` is that of a mixture of experts before its coefficient,
-    0 where the loss has none. `algorithm_metrics` are those that the algorithm's spec names.
+    0 where the loss has none. `algorithm_metrics` are the metrics that the algorithm's spec names.
 
     With several optimizer steps, means are over all of them, except `mismatch_*` and
     `effective_sample_ratio`, which are of the first one, before the weights moved; counts are those
@@ -89,7 +89,7 @@ class StepMetrics:
 
     def to_metrics(self, *, of_engine: bool = True) -> dict[str, float]:
         """Return the metrics as TrainStepCommitted has them; without `of_engine`, where no engine
-        generated the samples, only those that apply.
+        generated the samples, only the metrics that don't compare with one.
         """
         metrics = {
             name: float(value)
@@ -324,7 +324,7 @@ class TrainerBackend(Protocol):
         memory: copy it before the next step, and before the next part is asked for.
 
         Args:
-            max_bytes: Of a part, except one that is a single larger tensor.
+            max_bytes: Of a part; a larger tensor is a part by itself.
         """
 
     def state(self) -> TrainerState:

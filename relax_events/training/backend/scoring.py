@@ -105,15 +105,15 @@ class LogprobScorer:
         """
         if ids_of == "model":
             return self._score(samples, [NO_IDS] * len(samples), num_top=num_ids)
-        given = [
+        sample_ids = [
             read_topk_ids(sample, num_ids=num_ids, vocab_size=self._model.vocab_size).astype(
                 np.int64
             )
             for sample in samples
         ]
         if ids_of == "both":
-            return self._score(samples, given, num_top=num_ids)
-        return [replace(scores, ids=None) for scores in self._score(samples, given, num_top=0)]
+            return self._score(samples, sample_ids, num_top=num_ids)
+        return [replace(scores, ids=None) for scores in self._score(samples, sample_ids, num_top=0)]
 
     def _score(
         self, samples: Sequence[TokenSequence], ids: Sequence[NDArray[np.int64]], *, num_top: int
@@ -121,7 +121,9 @@ class LogprobScorer:
         scores: dict[int, SampleScores] = {}
         paths = split_paths(samples)
         ids = [
-            part for own, sample in zip(ids, samples, strict=True) for part in _by_path(own, sample)
+            part
+            for path_ids, sample in zip(ids, samples, strict=True)
+            for part in _by_path(path_ids, sample)
         ]
         for indices in group_by_padded_length(paths, max_tokens=self._max_tokens):
             rows = self._score_rows(
@@ -143,14 +145,14 @@ class LogprobScorer:
         )
         if self._media is not None:
             batch = self._media.add_to(batch, samples)
-        wanted = None if ids[0] is NO_IDS else np.concatenate(ids)
+        token_ids = None if ids[0] is NO_IDS else np.concatenate(ids)
         with torch.inference_mode():
-            found = self._model.token_logprobs(batch, ids=wanted, num_top=num_top)
+            output = self._model.token_logprobs(batch, ids=token_ids, num_top=num_top)
         best, best_logprobs = (
             np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
-            for values in (found.ids.int(), found.id_logprobs.float())
+            for values in (output.ids.int(), output.id_logprobs.float())
         )
-        logprobs = unpack_values(found.logprobs.float().cpu().numpy(), samples)
+        logprobs = unpack_values(output.logprobs.float().cpu().numpy(), samples)
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
 
     def offload_to(self, folder: Path) -> None:
@@ -198,7 +200,7 @@ def _by_path(ids: NDArray[np.int64], sample: TokenSequence) -> list[NDArray[np.i
 
 
 def join_paths(paths: list[SampleScores]) -> SampleScores:
-    """Return the scores of a sample from those of its paths."""
+    """Return the scores of a sample from the scores of its paths."""
     if len(paths) == 1:
         return paths[0]
     return SampleScores(

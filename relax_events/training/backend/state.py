@@ -107,15 +107,15 @@ class TrainerState:
         """
         if name in self.tensors:
             return cut(self.tensors[name], offset=offset, shape=shape)
-        wanted = offset or (0,) * len(self.shapes[name])
+        start = offset or (0,) * len(self.shapes[name])
         size = shape or self.shapes[name]
         for shard in self._shards_by_name.get(name, ()):
-            inner = tuple(at - first for at, first in zip(wanted, shard.offset, strict=True))
+            inner = tuple(at - first for at, first in zip(start, shard.offset, strict=True))
             ends = zip(inner, size, shard.tensor.shape, strict=True)
             if all(at >= 0 and at + n <= end for at, n, end in ends):
                 return cut(shard.tensor, offset=inner, shape=size)
         raise WeightsError(
-            f"the piece of {name} at {wanted} of shape {size} is not held by this rank; read it "
+            f"the piece of {name} at {start} of shape {size} is not held by this rank; read it "
             "from a checkpoint"
         )
 
@@ -153,25 +153,25 @@ def cut(tensor: Tensor, *, offset: tuple[int, ...] | None, shape: tuple[int, ...
 
 
 def require_same_tensors(
-    shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
     """Require that a state has the tensors of a model.
 
     Args:
         shapes: Of the state.
-        wanted: Of the model.
+        expected: Of the model.
     Raises:
         WeightsError: A tensor is missing, unknown or of another shape; the text names it.
     """
-    if different := sorted(wanted.keys() ^ shapes.keys()):
-        where = "the model" if different[0] in wanted else "the state"
+    if different := sorted(expected.keys() ^ shapes.keys()):
+        where = "the model" if different[0] in expected else "the state"
         raise WeightsError(
             f"{different[0]} is only in {where} ({len(different)} such in all); is the "
             "state another model's?"
         )
     for name, shape in shapes.items():
-        if shape != wanted[name]:
+        if shape != expected[name]:
             raise WeightsError(
-                f"{name} is {shape} in the state and {wanted[name]} in the model; is the state "
+                f"{name} is {shape} in the state and {expected[name]} in the model; is the state "
                 "another model's?"
             )

@@ -202,13 +202,13 @@ class TorchBackend(PolicyTraining):
         """Resume from a state; see `TrainerBackend`. The state of a missing device's generator is
         ignored.
         """
-        own = {
+        base_state = {
             name: state.read(name)
             for name in state.shapes
             if name == BASE_DIGEST or name.startswith(GENERATORS)
         }
-        generators = take_base_state(own, self._model.adapters)
-        self._parameters.load(state, without=own)
+        generators = take_base_state(base_state, self._model.adapters)
+        self._parameters.load(state, without=base_state)
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._model.device)

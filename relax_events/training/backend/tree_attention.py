@@ -60,13 +60,15 @@ class TreeAttention:
             done = blocks[-1].stop if blocks else first
             self._blocks += [*blocks, None]
             self._query_sizes += [*(block.stop - block.start for block in blocks), end - done]
-        found = [block for block in self._blocks if block is not None]
-        cuts = sorted({0} | {cell for block in found for bounds in block.keys for cell in bounds})
+        present_blocks = [block for block in self._blocks if block is not None]
+        cuts = sorted(
+            {0} | {cell for block in present_blocks for bounds in block.keys for cell in bounds}
+        )
         self._key_sizes = np.diff(cuts).tolist()
         self._segments = [
-            [] if block is None else _segments_of(block.keys, cuts) for block in self._blocks
+            [] if block is None else _find_segments(block.keys, cuts) for block in self._blocks
         ]
-        single = [block for block in found if len(block.pieces) == 1]
+        single = [block for block in present_blocks if len(block.pieces) == 1]
         self._mask_shape = (
             max((one.stop - one.start for one in single), default=0),
             max((count_cells(one.keys) for one in single), default=0),
@@ -87,10 +89,12 @@ class TreeAttention:
         keys, values = key.split(sizes, 2), value.split(sizes, 2)
         # Slices instead would each write a gradient as long as the row in the backward pass.
         outputs = [
-            torch.zeros_like(own)  # padding attends to nothing
+            torch.zeros_like(part)  # padding attends to nothing
             if block is None
-            else self._attend(own, _select(keys, segments), _select(values, segments), block, scale)
-            for own, block, segments in zip(queries, self._blocks, self._segments, strict=True)
+            else self._attend(
+                part, _select(keys, segments), _select(values, segments), block, scale
+            )
+            for part, block, segments in zip(queries, self._blocks, self._segments, strict=True)
         ]
         return torch.cat(outputs, 2)
 
@@ -102,14 +106,14 @@ class TreeAttention:
             query,
             key,
             value,
-            attn_mask=None if is_square else self._mask_of(block, query, key.shape[2]),
+            attn_mask=None if is_square else self._build_mask(block, query, key.shape[2]),
             is_causal=is_square,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return output
 
-    def _mask_of(self, block: Block, query: Tensor, num_keys: int) -> Any:
+    def _build_mask(self, block: Block, query: Tensor, num_keys: int) -> Any:
         """Return the mask of a block, the same for all layers. The queries of a single piece are
         the last of its keys: their mask is a corner of the largest such mask.
         """
@@ -127,7 +131,7 @@ class TreeAttention:
         return mask if name is not None else mask[-num_queries:, -num_keys:]
 
 
-def _segments_of(ranges: Iterable[tuple[int, int]], cuts: Sequence[int]) -> list[int]:
+def _find_segments(ranges: Iterable[tuple[int, int]], cuts: Sequence[int]) -> list[int]:
     """Return which segments between cuts make up ranges that begin and end at cuts."""
     return [
         segment
@@ -148,13 +152,13 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **given: Any,
+    **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend along a tree, where one is given and the model's attention is no more than that."""
-    tree: TreeAttention | None = given.pop(ARGUMENT, None)
-    if tree is None or any(given.get(name) is not None for name in NOT_SUPPORTED):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-    output = tree(query, key, value, scale=given.get("scaling"))
+    tree: TreeAttention | None = arguments.pop(ARGUMENT, None)
+    if tree is None or any(arguments.get(name) is not None for name in NOT_SUPPORTED):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    output = tree(query, key, value, scale=arguments.get("scaling"))
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -71,9 +71,11 @@ class PackedValueModel(Protocol):
 
 
 def critic_trainer(config: RunConfig) -> TrainerConfig:
-    """Return the trainer's settings with those of the critic in their place."""
-    own = {key: value for key in OWN_KEYS if (value := getattr(config.critic, key)) is not None}
-    return config.trainer.model_copy(update=own)
+    """Return the trainer's settings, replaced by the critic's where it has its own."""
+    settings = {
+        key: value for key in OWN_KEYS if (value := getattr(config.critic, key)) is not None
+    }
+    return config.trainer.model_copy(update=settings)
 
 
 class ValueTraining(ABC):
@@ -226,7 +228,7 @@ class ValueTraining(ABC):
         )
 
     def _take_updates(self, learning_rate: float) -> list[_Update]:
-        """Take the optimizer steps of the train step. One that is not finite is skipped.
+        """Take the optimizer steps of the train step. A step that is not finite is skipped.
 
         Raises:
             StepNotFinite: No step was finite.
@@ -256,15 +258,15 @@ class ValueTraining(ABC):
             yield self._deal(micro_batches)
 
     def _deal(self, micro_batches: Iterable[Sequence[SampleReady]]) -> Iterator[ValueBatch]:
-        """Yield those of an optimizer step's micro-batches that this copy runs."""
+        """Yield the micro-batches of an optimizer step that this copy runs."""
         for micro_batch in micro_batches:
             for packed in map(self._pack, self._split(micro_batch)):
                 if len(packed.old) and self._takes(packed):
                     yield packed
 
     def _update(self, learning_rate: float, number: int) -> _Update:
-        own = torch.stack(self._sums).sum(dim=0).cpu().numpy() if self._sums else np.zeros(2)
-        rows = self._data_ranks.all_gather(np.append(own, self._num_loss_tokens))
+        sums = torch.stack(self._sums).sum(dim=0).cpu().numpy() if self._sums else np.zeros(2)
+        rows = self._data_ranks.all_gather(np.append(sums, self._num_loss_tokens))
         if (rows[:, 2] != self._num_loss_tokens).any():
             raise RunFailed(
                 f"train step {self.policy_version}: the critic's ranks took samples of "
@@ -302,20 +304,20 @@ class ValueTraining(ABC):
         paths = split_paths(samples)
         groups, copies = self._score_groups(paths), self._data_ranks
         batches = self._pack_mine([[paths[index] for index in group] for group in groups])
-        own = list(self._score_all(batches, num_rounds=-(-len(groups) // copies.size)))
-        rows = copies.all_gather_bytes(b"".join(values.tobytes() for values in own))
+        values_of_rank = list(self._score_all(batches, num_rounds=-(-len(groups) // copies.size)))
+        rows = copies.all_gather_bytes(b"".join(values.tobytes() for values in values_of_rank))
         scores: dict[int, NDArray[np.float32]] = {}
         for copy, row in enumerate(rows):
             indices = [index for group in groups[copy :: copies.size] for index in group]
-            taken = [paths[index] for index in indices]
-            found = unpack_values(np.frombuffer(row, np.float32), taken)
-            scores |= zip(indices, found, strict=True)
+            copy_paths = [paths[index] for index in indices]
+            copy_values = unpack_values(np.frombuffer(row, np.float32), copy_paths)
+            scores |= zip(indices, copy_values, strict=True)
         ordered = iter([scores[index] for index in range(len(paths))])
         counts = count_paths(samples).tolist()
         return [np.concatenate(list(islice(ordered, number))) for number in counts]
 
     def _pack_mine(self, groups: list[list[TokenSequence]]) -> list[PackedBatch]:
-        """Pack those of the micro-batches to score that this copy runs; collective.
+        """Pack the micro-batches that this copy scores; collective.
 
         Raises:
             PoisonSample: A copy can't score one of its samples; on all, before any of them runs.

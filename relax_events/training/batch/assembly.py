@@ -113,7 +113,7 @@ class BatchAssembler:
         self._offsets_by_group: dict[str, list[tuple[Partition, int]]] = {}
         self._positions: dict[Partition, int] = {}
         self._ended: dict[str, PromptGroupEnded] = {}
-        self._taken: set[str] = set()
+        self._taken_ids: set[str] = set()
 
     def add(
         self,
@@ -212,7 +212,7 @@ class BatchAssembler:
         """Return whether the outcome can no longer change: done, ended, or taken by the current
         step.
         """
-        return group_id in self._done or group_id in self._ended or group_id in self._taken
+        return group_id in self._done or group_id in self._ended or group_id in self._taken_ids
 
     def _add_sample(self, held: HeldSample, sample: SampleReady) -> None:
         key = (sample.prompt_group_id, sample.policy_version)
@@ -253,27 +253,27 @@ class BatchAssembler:
         self._drop_all(ended.prompt_group_id)
 
     def ready(self) -> list[ReadyGroup]:
-        """Return the complete prompt groups that have not been taken; of one that was generated
-        twice, the newer generation.
+        """Return the complete prompt groups that have not been taken; if a prompt group was
+        generated twice, the newer generation.
         """
-        found: dict[str, ReadyGroup] = {}
+        groups: dict[str, ReadyGroup] = {}
         for (group_id, version), part in sorted(self._partial_groups.items()):
-            if part.complete() is not None and group_id not in self._taken:
+            if part.complete() is not None and group_id not in self._taken_ids:
                 issued = IssuedGroup.parse(group_id)
-                found[group_id] = ReadyGroup(
+                groups[group_id] = ReadyGroup(
                     issued.slot.train_step,
                     issued.slot.group_index,
                     issued.attempt,
                     version,
                     group_id,
                 )
-        return list(found.values())
+        return list(groups.values())
 
     def take(self, group: ReadyGroup) -> list[HeldSample]:
         """Take a ready prompt group's samples, in order. Their records stay pending until
         `mark_done`.
         """
-        self._taken.add(group.prompt_group_id)
+        self._taken_ids.add(group.prompt_group_id)
         return [buffered.held for buffered in self._ordered(group)]
 
     def lengths(self, group: ReadyGroup) -> list[int]:
@@ -294,7 +294,7 @@ class BatchAssembler:
         """
         for group_id in group_ids:
             self._done.add(group_id)
-            self._taken.discard(group_id)
+            self._taken_ids.discard(group_id)
             self._ended.pop(group_id, None)
             self._drop_all(group_id)
             for topic_partition, offset in self._offsets_by_group.pop(group_id, ()):

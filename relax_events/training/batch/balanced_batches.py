@@ -61,10 +61,10 @@ class BalancedBatches(LiveBatches):
         return len(excluded)
 
     def _untrainable(self, group: ExcludedGroup) -> UntrainableGroup:
-        taken = self._groups.pop(group.prompt_group_id)
+        ready = self._groups.pop(group.prompt_group_id)
         return UntrainableGroup(
             group.prompt_group_id,
-            taken.policy_version,
+            ready.policy_version,
             group.positions,
             PoisonSample(group.error),
         )

@@ -3,7 +3,7 @@
     rank that reads the partition ──▶ data leader that the plan names ──▶ its model-parallel peers
 
 Samples travel as the bytes of their records, behind a header that says where they lie on the log.
-Only those that another rank trains leave their rank; nothing is pickled.
+Only samples that another rank trains leave their rank; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EncodedSample:
 
 
 def exchange_samples(
-    own: Iterable[EncodedSample],
+    samples: Iterable[EncodedSample],
     ranks_by_sample: Mapping[tuple[str, int], int],
     *,
     ranks: Ranks,
@@ -44,14 +44,14 @@ def exchange_samples(
     """Return the samples that this rank trains; collective.
 
     Args:
-        own: Read by this rank; none on a rank that is no data leader.
+        samples: Read by this rank; none on a rank that is no data leader.
         ranks_by_sample: Data-parallel rank of each sample, by prompt group and index.
         ranks: This process and its peers.
     """
     topology, data = ranks.topology, ranks.at.data
     kept: list[EncodedSample] = []
     leaving: dict[int, list[EncodedSample]] = {leader: [] for leader in topology.data_leaders()}
-    for sample in own:
+    for sample in samples:
         target = ranks_by_sample[sample.sample_key]
         (kept if target == data else leaving[topology.data_leader(target)]).append(sample)
     received = ranks.exchange_bytes(

@@ -77,26 +77,26 @@ class LiveBatches:
         share = self._begin(version)
         remaining, self._traced = self._config.run.prompts_per_step, []
         self._assembler.advance(version)
-        taken = remaining
+        num_taken = remaining
         while remaining:
-            if not taken:
+            if not num_taken:
                 self._train_early(remaining)
                 self._commits.commit_step()
                 self._turns.end()
-            self._read(version, wait=not taken)
+            self._read(version, wait=not num_taken)
             if self._commits.agree_to_drain():
                 return None
             self._commits.commit_outcomes()
-            taken, mine = self._choose(version, remaining)
-            if taken and not self._turns.begin(self._commits.agree_to_drain):
+            num_taken, mine = self._choose(version, remaining)
+            if num_taken and not self._turns.begin(self._commits.agree_to_drain):
                 return None
-            remaining -= taken
+            remaining -= num_taken
             for group in mine:
                 self._begin_trace(group, share, version)
                 self._feed(group)
             if not remaining:
                 remaining = self._finish_batch(version)
-            self._worker.lifecycle.tick(working=taken > 0)
+            self._worker.lifecycle.tick(working=num_taken > 0)
         return share
 
     def _train_early(self, num_missing: int) -> None:
@@ -171,15 +171,15 @@ class LiveBatches:
 
     def _feed(self, group: ReadyGroup) -> None:
         """Train a prompt group of this rank, as far as it closes micro-batches."""
-        taken = self._assembler.take(group)
+        held_samples = self._assembler.take(group)
         try:
             with (
                 self._commits.phases.measure("decode"),
                 self._worker.lifecycle.piece("read a prompt group"),
             ):
-                samples = [self._intake.restore(held) for held in taken]
+                samples = [self._intake.restore(held) for held in held_samples]
         except UNUSABLE as error:  # it could be had when its record came
-            locations = [(held.partition, held.offset) for held in taken]
+            locations = [(held.partition, held.offset) for held in held_samples]
             self._batch.exclude(
                 UntrainableGroup(group.prompt_group_id, group.policy_version, locations, error)
             )

@@ -85,21 +85,21 @@ class LockstepBatch:
         self._next = 0
         self._trained_groups: set[str] = set()
         self._excluded: dict[str, ExcludedGroup] = {}
-        self._found: list[ExcludedGroup] = []
+        self._new_exclusions: list[ExcludedGroup] = []
         self._retries: list[MicroBatch] = []
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> list[ExcludedGroup]:
         """Train micro-batches, as many rounds as the rank with most of them needs; return the
         prompt groups that were excluded, which all ranks learn.
         """
-        known = set(self._excluded)
+        known_groups = set(self._excluded)
         self._append(micro_batches)
         while self._next < len(self._rounds):
             self._train_round(self._rounds[self._next])
             self._next += 1
             if self._next == len(self._rounds):
                 self._agree()
-        return [group for name, group in self._excluded.items() if name not in known]
+        return [group for name, group in self._excluded.items() if name not in known_groups]
 
     def _append(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add rounds; collective."""
@@ -122,7 +122,9 @@ class LockstepBatch:
     def _decode(self, micro_batch: MicroBatch) -> list[LocatedSample]:
         """Return the samples of the prompt groups that can be trained, as far as is known."""
         located = []
-        failed: set[str] = set(self._excluded) | {group.prompt_group_id for group in self._found}
+        failed: set[str] = set(self._excluded) | {
+            group.prompt_group_id for group in self._new_exclusions
+        }
         for item in micro_batch:
             if item.prompt_group_id in failed:
                 continue
@@ -151,14 +153,14 @@ class LockstepBatch:
         ]
 
     def _exclude(self, group_id: str, positions: list[tuple[int, int]], error: RelaxError) -> None:
-        self._found.append(ExcludedGroup(group_id, positions, str(error)))
+        self._new_exclusions.append(ExcludedGroup(group_id, positions, str(error)))
 
     def _agree(self) -> None:
         """Tell all ranks which prompt groups are excluded, add the rounds that try others again,
         and begin again if a part of an excluded one was trained; collective.
         """
-        found, self._found = self._found, []
-        for group in _gather_groups(found, ranks=self._ranks):
+        groups, self._new_exclusions = self._new_exclusions, []
+        for group in _gather_groups(groups, ranks=self._ranks):
             self._excluded.setdefault(group.prompt_group_id, group)
         is_tainted = not self._trained_groups.isdisjoint(self._excluded)
         retries, self._retries = self._retries, []

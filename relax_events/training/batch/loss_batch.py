@@ -40,7 +40,7 @@ class LossBatch:
     """`values` hold `advantages` and, where the algorithm needs them, `rollout`, `old`, `ref`,
     `teacher` and `staleness`: one number for each loss token.
 
-    `rewards` are those of the samples that have loss tokens. `token_sets` are set where the loss
+    `rewards` are of the samples that have loss tokens. `token_sets` are set where the loss
     compares policy and teacher over several token ids.
     """
 
@@ -139,19 +139,19 @@ class LossBatch:
             .to(logprobs.device)
             .to(logprobs.dtype)
         )
-        given = dict(zip(self.values, stacked, strict=True))
+        tensors = dict(zip(self.values, stacked, strict=True))
         return ObjectiveInputs(
             logprobs=logprobs,
             entropies=result.entropies,
-            rollout_logprobs=given.get("rollout", logprobs.detach()),
-            old_logprobs=given.get("old"),
-            ref_logprobs=given.get("ref"),
-            advantages=given["advantages"],
+            rollout_logprobs=tensors.get("rollout", logprobs.detach()),
+            old_logprobs=tensors.get("old"),
+            ref_logprobs=tensors.get("ref"),
+            advantages=tensors["advantages"],
             num_loss_tokens=torch.from_numpy(self.batch.num_loss_tokens).to(logprobs.device),
             second_moment_cutoff=cutoff,
-            teacher_logprobs=given.get("teacher"),
+            teacher_logprobs=tensors.get("teacher"),
             token_set=self._token_set(result),
-            staleness=given.get("staleness"),
+            staleness=tensors.get("staleness"),
             imbalance=result.imbalance.to(logprobs.dtype) if len(result.imbalance) else None,
         )
 
@@ -176,10 +176,10 @@ def whiten_step(
     """
     if algorithm.whiten_advantages == "none":
         return list(loss_batches)
-    given = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
+    settings = {} if algorithm.std_correction is None else {"correction": algorithm.std_correction}
     if algorithm.whiten_advantages == "rewards":
         whitening = compute_reward_scaling(
-            [loss_batch.rewards for loss_batch in loss_batches], ranks=ranks, **given
+            [loss_batch.rewards for loss_batch in loss_batches], ranks=ranks, **settings
         )
     else:
         whitening = compute_whitening(
@@ -189,7 +189,7 @@ def whiten_step(
             ],
             over=algorithm.whiten_advantages,
             ranks=ranks,
-            **given,
+            **settings,
         )
     return [loss_batch.whiten(whitening) for loss_batch in loss_batches]
 

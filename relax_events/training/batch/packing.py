@@ -208,14 +208,14 @@ def require_whole_prompt_groups(samples: Sequence[SampleReady]) -> None:
     """
     for group_id, together in groupby(samples, key=lambda sample: sample.prompt_group_id):
         members = list(together)
-        found, wanted = (
+        indices, expected = (
             [sample.key.sample_index for sample in members],
             list(range(members[0].key.samples_per_prompt)),
         )
-        if found != wanted:
+        if indices != expected:
             raise PoisonSample(
-                f"prompt group {group_id} has adjacent samples {found}; the loss needs "
-                f"all of them, {wanted}"
+                f"prompt group {group_id} has adjacent samples {indices}; the loss needs "
+                f"all of them, {expected}"
             )
 
 
@@ -356,11 +356,11 @@ def gather_staleness(
         trainer_version: Of the weights being trained.
     """
     return np.concatenate(
-        [trainer_version - _versions_of(sample) for sample in samples], dtype=np.float32
+        [trainer_version - _read_versions(sample) for sample in samples], dtype=np.float32
     )
 
 
-def _versions_of(sample: SampleReady) -> NDArray[np.int64]:
+def _read_versions(sample: SampleReady) -> NDArray[np.int64]:
     """Return the policy version of each loss token; of a masked sample there are none."""
     num_tokens = int(np.count_nonzero(read_array(sample, "loss_mask")))
     if not sample.version_segments or not num_tokens:
@@ -384,8 +384,8 @@ def gather_loss_values(samples: Sequence[SampleReady], field: str) -> NDArray[np
         PoisonSample: The array is absent, of another length than the tokens, or not finite at a
             loss token; the text names sample and field.
     """
-    found = [_values_and_mask(sample, field) for sample in samples]
-    values, mask = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    pairs = [_values_and_mask(sample, field) for sample in samples]
+    values, mask = (np.concatenate(arrays) for arrays in zip(*pairs, strict=True))
     mask = mask.astype(bool)
     kept: NDArray[np.float32] = values[mask].astype(np.float32)
     if not np.isfinite(kept).all():

@@ -55,7 +55,7 @@ def split_paths(samples: Sequence[TokenSequence]) -> list[TokenSequence]:
     Raises:
         PoisonSample: The paths of a sample don't add up to its tokens; the text names it.
     """
-    return [path for sample in samples for path in _paths_of(sample)]
+    return [path for sample in samples for path in _split_sample(sample)]
 
 
 def count_paths(samples: Sequence[TokenSequence]) -> NDArray[np.int64]:
@@ -77,7 +77,7 @@ def sums_by_sample(
     return sums
 
 
-def _paths_of(sample: TokenSequence) -> Sequence[TokenSequence]:
+def _split_sample(sample: TokenSequence) -> Sequence[TokenSequence]:
     if not (lengths := sample.path_lengths):
         return [sample]
     tokens, mask = read_array(sample, "tokens"), read_array(sample, "loss_mask")
@@ -90,15 +90,15 @@ def _paths_of(sample: TokenSequence) -> Sequence[TokenSequence]:
     media = getattr(sample, "path_media", None) or [()] * len(lengths)
     paths: list[SamplePath] = []
     for own_media, length, end in zip(media, lengths, np.cumsum(lengths).tolist(), strict=True):
-        own = slice(end - length, end)
+        cells = slice(end - length, end)
         paths.append(
             SamplePath(
                 sample.sample_id,
                 sample.prompt_group_id,
-                _num_before_loss(mask[own]),
-                tokens[own],
-                mask[own],
-                _find_sampled(tokens[own], mask[own], paths),
+                _num_before_loss(mask[cells]),
+                tokens[cells],
+                mask[cells],
+                _find_sampled(tokens[cells], mask[cells], paths),
                 None if experts is None else experts[end - length : end - 1],
                 sample.temperature,
                 own_media,
@@ -117,13 +117,13 @@ def sampled_tokens(sequence: TokenSequence) -> NDArray[np.bool_]:
 def _find_sampled(
     tokens: NDArray[np.generic], mask: NDArray[np.generic], earlier: Sequence[SamplePath]
 ) -> NDArray[np.bool_]:
-    """Return which tokens of a path were sampled: its loss tokens, and those that it shares with an
-    earlier path, where they are loss tokens.
+    """Return which tokens of a path were sampled: its loss tokens, and tokens that it shares with
+    an earlier path, where they are loss tokens.
 
     What paths share ends before the first loss token of the later one. Tokens that are equal by
     chance between both are no placeholders: a message of the policy's role has no media.
     """
-    found = mask.astype(bool)
+    is_sampled = mask.astype(bool)
     bound, longest = _num_before_loss(mask), 0
     for path in earlier:
         limit = min(bound, len(path.tokens))
@@ -131,8 +131,8 @@ def _find_sampled(
         num_shared = int(differ[0]) if len(differ) else limit
         if num_shared > longest:
             longest = num_shared
-            found[:longest] = path.is_sampled[:longest]
-    return found
+            is_sampled[:longest] = path.is_sampled[:longest]
+    return is_sampled
 
 
 def _num_before_loss(mask: NDArray[np.generic]) -> int:

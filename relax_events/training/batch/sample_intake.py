@@ -218,9 +218,9 @@ class SampleMedia:
         )
 
     def _sequence(self, sample: TokenSequence, cells: np.ndarray) -> MediaSequence:
-        name, given = f"sample {sample.sample_id}", ~sampled_tokens(sample)
+        name, is_input = f"sample {sample.sample_id}", ~sampled_tokens(sample)
         try:
             media = [self._library.load(reference) for reference in list_media(sample)]
         except PoisonSample as error:
             raise PoisonSample(f"{name}: {error}") from None
-        return MediaSequence(name, read_array(sample, "tokens"), given, media, cells)
+        return MediaSequence(name, read_array(sample, "tokens"), is_input, media, cells)

@@ -61,7 +61,7 @@ def layout_shared_prefixes(
             routing of its prompt.
     """
     symbols = _symbols(paths, sharing.media, experts)
-    keys = [own.tobytes() for own in symbols]
+    keys = [path_symbols.tobytes() for path_symbols in symbols]
     order = sorted(range(len(paths)), key=keys.__getitem__)
     cells: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(paths)
     ends, forks, last = [], [], 0

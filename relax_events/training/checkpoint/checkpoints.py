@@ -177,7 +177,7 @@ class Checkpoints:
         Args:
             references: Newest first.
         Returns:
-            None where there is none.
+            None where the store has no checkpoint.
         Raises:
             StoreUnavailable: The store does not answer.
         """

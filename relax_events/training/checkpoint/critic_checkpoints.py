@@ -46,7 +46,7 @@ def list_critic_checkpoints(
     """
     for key in sorted(_manifest_keys(store), reverse=True):
         try:
-            found = _read(store, key, digests)
+            checkpoint = _read(store, key, digests)
         except (ObjectError, ValueError, KeyError) as error:
             log.warning(
                 "critic_checkpoint.rejected",
@@ -54,8 +54,8 @@ def list_critic_checkpoints(
                 error=f"{type(error).__name__}: {error}",
             )
         else:
-            if found is not None:
-                yield found
+            if checkpoint is not None:
+                yield checkpoint
 
 
 def stored_checkpoint_versions(store: ObjectStore) -> list[int]:

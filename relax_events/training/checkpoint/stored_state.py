@@ -104,9 +104,9 @@ class StoredState:
         """Require that the pieces of each tensor have all of its elements."""
         for name, pieces in self._pieces.items():
             held = sum(prod(piece.shape) for piece in pieces)
-            if held != (wanted := prod(self._shapes[name])):
+            if held != (num_elements := prod(self._shapes[name])):
                 raise MismatchedShards(
-                    f"{name} must have {wanted} elements, its pieces have {held}"
+                    f"{name} must have {num_elements} elements, its pieces have {held}"
                 )
 
     @property
@@ -141,8 +141,8 @@ class StoredState:
             common = tuple(last - at for at, last in zip(first, end, strict=True))
             if min(common, default=1) <= 0:
                 continue
-            inside = tuple(at - own for at, own in zip(first, piece.offset, strict=True))
-            ours = tuple(at - own for at, own in zip(first, offset, strict=True))
+            inside = tuple(at - base for at, base in zip(first, piece.offset, strict=True))
+            ours = tuple(at - base for at, base in zip(first, offset, strict=True))
             values = cut(self._files.read(piece.key), offset=inside, shape=common)
             cut(target, offset=ours, shape=common).copy_(values)
         return target

@@ -78,12 +78,12 @@ def adapted_parts(
         ("mlp.linear_fc2", "mlp.down_proj", 0, inner, hidden, False),
     )
     layer = attention if sizes.num_experts else attention + dense
-    for own in range(num_layers):
+    for number in range(num_layers):
         for ours, theirs, position, columns, rows, splits_rows in layer:
-            name = f"{sizes.prefix}layers.{first + own}.{theirs}"
+            name = f"{sizes.prefix}layers.{first + number}.{theirs}"
             if _is_target(name, lora):
                 yield AdaptedPart(
-                    f"decoder.layers.{own}.{ours}", name, position, columns, rows, splits_rows
+                    f"decoder.layers.{number}.{ours}", name, position, columns, rows, splits_rows
                 )
 
 
@@ -129,8 +129,8 @@ class AdapterLayout:
     ) -> Iterator[Shard]:
         rank = self.lora.rank
         split = part.num_rows if part.splits_rows else part.num_columns
-        own = split // topology.tensor
-        cut = (at.tensor * own, (at.tensor + 1) * own)
+        width = split // topology.tensor
+        cut = (at.tensor * width, (at.tensor + 1) * width)
         columns = (0, part.num_columns) if part.splits_rows else cut
         rows = cut if part.splits_rows else (0, part.num_rows)
         for matrix, source, is_replicated in (

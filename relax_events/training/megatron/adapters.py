@@ -44,8 +44,8 @@ class _AddToRows:
         self._widths, self._num_groups = widths, num_groups
         self._scaling, self._tensor = scaling, tensor
 
-    def __call__(self, module: Any, given: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
-        hidden, result = given[0], output[0]
+    def __call__(self, module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
+        hidden, result = inputs[0], output[0]
         present: dict[int, _Matrices] = dict(
             zip(module.adapted, module.adapters.values(), strict=True)
         )
@@ -69,12 +69,12 @@ class _AddToColumns:
     def __init__(self, scaling: float, tensor: Any) -> None:
         self._scaling, self._tensor = scaling, tensor
 
-    def __call__(self, module: Any, given: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
-        (own,) = module.adapters.values()
-        low = linear(given[0], own.A)
+    def __call__(self, module: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> Any:
+        (matrices,) = module.adapters.values()
+        low = linear(inputs[0], matrices.A)
         if self._tensor.size() > 1:
             low = reduce_scatter_to_sequence_parallel_region(low)
-        return output[0] + self._scaling * linear(low, own.B), output[1]
+        return output[0] + self._scaling * linear(low, matrices.B), output[1]
 
 
 def add_adapters(
@@ -97,16 +97,16 @@ def add_adapters(
     chunk.requires_grad_(False)
     num_groups, size = sizes.num_groups // tensor.size(), tensor.size()
     queries = sizes.num_heads // sizes.num_groups * sizes.head_dim
-    for ours, found in groupby(parts, key=lambda part: part.ours):
-        own = list(found)
+    for ours, group in groupby(parts, key=lambda part: part.ours):
+        layer_parts = list(group)
         layer: Any = chunk.get_submodule(ours)
         like = next(layer.parameters())
-        layer.adapted = [part.position for part in own]
+        layer.adapted = [part.position for part in layer_parts]
         layer.adapters = nn.ModuleDict(
-            {part.name: _Matrices(part, lora.rank, size, like) for part in own}
+            {part.name: _Matrices(part, lora.rank, size, like) for part in layer_parts}
         )
         add: Any
-        if not own[0].splits_rows:
+        if not layer_parts[0].splits_rows:
             add = _AddToColumns(lora.scaling, tensor)
         elif ours.endswith("linear_qkv"):
             widths = (queries, sizes.head_dim, sizes.head_dim)
@@ -133,12 +133,14 @@ def initialise_adapters(
         seed: Of the run.
     """
     parameters = dict(module.named_parameters())
-    own = {shard.pieces[0].name: (shard.pieces[0], parameters[shard.name]) for shard in shards}
+    parameters_by_name = {
+        shard.pieces[0].name: (shard.pieces[0], parameters[shard.name]) for shard in shards
+    }
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(shapes):
         if ".lora_B." in name:
             continue
         values = sample_adapter(shapes[name], generator)  # on every rank, or the next would differ
-        if name in own:
-            piece, parameter = own[name]
+        if name in parameters_by_name:
+            piece, parameter = parameters_by_name[name]
             parameter.copy_(cut(values, piece.source))

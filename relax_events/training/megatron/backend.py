@@ -203,19 +203,19 @@ class MegatronBackend(PolicyTraining):
         """
         from relax_events.training.megatron.stage import Work
 
-        found: list[NDArray[np.floating]] = [
+        logprobs: list[NDArray[np.floating]] = [
             np.zeros(len(one.batch.targets)) for one in loss_batches
         ]
 
         def keeping(index: int) -> Work:
             def keep(result: TokenLogprobs) -> Tensor:
-                found[index] = result.logprobs.cpu().numpy()
+                logprobs[index] = result.logprobs.cpu().numpy()
                 return result.logprobs.sum()
 
             return Work(loss_batches[index].batch, keep)
 
         self._run([keeping(index) for index in range(len(loss_batches))], forward_only=True)
-        yield from found
+        yield from logprobs
 
     def step(self) -> StepMetrics:
         """Reduce, normalise, clip, update; see `TrainerBackend`."""
@@ -244,19 +244,19 @@ class MegatronBackend(PolicyTraining):
 
     def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `TrainerBackend`."""
-        own = {
+        base_state = {
             name: state.read(name)
             for name in state.shapes
             if name == BASE_DIGEST or name.startswith(GENERATORS)
         }
-        digest, generators = own.get(BASE_DIGEST), dict(own)
+        digest, generators = base_state.get(BASE_DIGEST), dict(base_state)
         generators.pop(BASE_DIGEST, None)
         if digest is not None and (expected := self._base_digest()):
-            found = digest.cpu().numpy().tobytes()
+            recorded = digest.cpu().numpy().tobytes()
             folder, what = self._config.model.path, "the adapters were trained on"
-            require_same_base(found, expected, folder=folder, what=what)
+            require_same_base(recorded, expected, folder=folder, what=what)
         with self._ranks.guard("loading a state"):
-            self._parameters.load(state, without=own)
+            self._parameters.load(state, without=base_state)
         self._reset_step()
         self.policy_version = state.policy_version
         restore_generators(generators, self._device)

@@ -127,9 +127,13 @@ class ExpertBalance:
         """
         owners = np.full(len(row.tokens), len(num_tokens))
         owners[: num_tokens.sum()] = np.repeat(np.arange(len(num_tokens)), num_tokens)
-        size = len(row.own) // self._tensor.size()
+        size = len(row.token_indices) // self._tensor.size()
         first = self._tensor.rank() * size
-        arrays = owners[row.own[first : first + size]], num_tokens.astype(np.float64), weights
+        arrays = (
+            owners[row.token_indices[first : first + size]],
+            num_tokens.astype(np.float64),
+            weights,
+        )
         self._samples = RowSamples(*(torch.from_numpy(array).to(device) for array in arrays))
         self._current = torch.zeros((), dtype=torch.float64, device=device)
         self._sums[chunk].append(self._current)
@@ -139,7 +143,7 @@ class ExpertBalance:
             self._samples = None
 
     def _route(
-        self, routing: Routing, kept: deque[RowSamples | None], logits: Tensor, **given: Any
+        self, routing: Routing, kept: deque[RowSamples | None], logits: Tensor, **arguments: Any
     ) -> tuple[Tensor, Tensor]:
         samples, is_forward = self._samples, True
         if self._is_recomputed:
@@ -148,9 +152,9 @@ class ExpertBalance:
             else:
                 kept.append(samples)
         if samples is None:
-            return routing(logits, **given)
+            return routing(logits, **arguments)
         later: list[Tensor] = []
-        probabilities, routed = routing(_AddGradient.apply(logits, later), **given)
+        probabilities, routed = routing(_AddGradient.apply(logits, later), **arguments)
         gradient, imbalance = self._measure(logits.detach(), routed, samples)
         later.append(gradient.to(logits.dtype).view_as(logits))
         if is_forward:

@@ -24,7 +24,7 @@ from relax_events.training.megatron.sizes import DecoderSizes
 
 
 def start_model_parallel(topology: Topology, *, seed: int, timeout_seconds: float) -> None:
-    """Create the process groups of a topology, instead of those of an earlier one; collective.
+    """Create the process groups of a topology, and end the groups of an earlier one; collective.
 
     Args:
         topology: All ranks.

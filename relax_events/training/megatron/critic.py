@@ -124,18 +124,18 @@ class MegatronCritic(ValueTraining):
 
         del num_rounds  # all ranks are asked where it matters
         packed = list(batches)
-        found = [np.zeros(len(one.targets), np.float32) for one in packed]
+        values_of_batches = [np.zeros(len(one.targets), np.float32) for one in packed]
 
         def keeping(index: int) -> Work:
             def keep(values: Tensor) -> Tensor:
-                found[index] = values.float().cpu().numpy()
+                values_of_batches[index] = values.float().cpu().numpy()
                 return values.sum()
 
             return Work(packed[index], keep)
 
         works = pad_works([keeping(index) for index in range(len(packed))], self._ranks)
         self._model.run(works, forward_only=True)
-        yield from found
+        yield from values_of_batches
 
     def step(self) -> ValueMetrics:
         """Reduce, normalise, clip, update; see `Critic`."""

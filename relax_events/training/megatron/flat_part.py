@@ -40,17 +40,19 @@ class FlatPart:
         sizes = [parameter.numel() for _, parameter in parameters]
         self._starts = [sum(sizes[:index]) for index in range(len(sizes))]
         num_decayed = sum(one.numel() for _, one in parameters if one.ndim >= 2)
-        own = -(-sum(sizes) // group.size())
+        slice_size = -(-sum(sizes) // group.size())
         first = parameters[0][1]
-        self._values = torch.zeros(own * group.size(), dtype=first.dtype, device=first.device)
+        self._values = torch.zeros(
+            slice_size * group.size(), dtype=first.dtype, device=first.device
+        )
         master = torch.promote_types(first.dtype, torch.float32)
         self._gradients = torch.zeros_like(self._values, dtype=master)
         self._has_masters = config.offload_optimizer or master != first.dtype
         for (_, parameter), start in zip(parameters, self._starts, strict=True):
             self._tie(parameter, start)
-        self._start = group.rank() * own
-        self._own_values = self._values[self._start : self._start + own]
-        self._own_gradients = self._gradients[self._start : self._start + own]
+        self._start = group.rank() * slice_size
+        self._own_values = self._values[self._start : self._start + slice_size]
+        self._own_gradients = self._gradients[self._start : self._start + slice_size]
         self._masters, self._read_gradients = self._own_values.to(master), self._own_gradients
         if config.offload_optimizer:
             self._masters = copy_to_host(self._own_values, dtype=master)
@@ -60,7 +62,7 @@ class FlatPart:
             self._masters,
             self._read_gradients,
             self._moments,
-            num_decayed=min(max(num_decayed - self._start, 0), own),
+            num_decayed=min(max(num_decayed - self._start, 0), slice_size),
             config=config,
         )
 
@@ -91,7 +93,7 @@ class FlatPart:
         return self._gradients[first:stop]
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the group; each rank gets those of its slice."""
+        """Sum the gradients over the group; each rank gets the sums of its slice."""
         if self._group.size() > 1:
             total = torch.empty_like(self._own_gradients)
             dist.reduce_scatter_tensor(total, self._gradients, group=self._group)
@@ -124,13 +126,13 @@ class FlatPart:
     @torch.no_grad()
     def share_values(self) -> None:
         """Round the master weights of each slice into the weights of all ranks."""
-        own = self._masters.to(self._values.dtype).to(self._values.device)
+        weights = self._masters.to(self._values.dtype).to(self._values.device)
         if self._group.size() > 1:
             # a float32 model's masters are a part of its weights
-            mine = own if self._has_masters else own.clone()
+            mine = weights if self._has_masters else weights.clone()
             dist.all_gather_into_tensor(self._values, mine, group=self._group)
         elif self._has_masters:
-            self._values.copy_(own)
+            self._values.copy_(weights)
 
     def memory(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return tensors with all memory of the part between two steps: what must be kept while it

@@ -118,7 +118,7 @@ def rank_shards(sizes: DecoderSizes, topology: Topology, at: Coordinates) -> Ite
 
 
 def holds_first_copy(shard: Shard, at: Coordinates) -> bool:
-    """Return whether a rank is the one of those that hold the same shard which gives it."""
+    """Return whether a rank gives a shard that several ranks hold."""
     if shard.is_copy:
         return False
     if shard.is_expert:
@@ -169,9 +169,9 @@ class _Rank:
     def layers(self, index: int) -> Iterator[Shard]:
         """Yield the layers of a chunk, counted over all stages: they are dealt out in turn."""
         num_own = self.sizes.num_layers // (self.topology.pipeline * self.topology.chunks)
-        for own in range(num_own):
-            ours = f"decoder.layers.{own}."
-            theirs = f"{self.sizes.prefix}layers.{index * num_own + own}."
+        for number in range(num_own):
+            ours = f"decoder.layers.{number}."
+            theirs = f"{self.sizes.prefix}layers.{index * num_own + number}."
             yield from self._attention(ours, theirs)
             if self.sizes.num_experts:
                 yield from self._experts(f"{ours}mlp.", f"{theirs}mlp.")
@@ -181,18 +181,18 @@ class _Rank:
     def _attention(self, ours: str, theirs: str) -> Iterator[Shard]:
         sizes = self.sizes
         hidden, width = sizes.hidden_size, sizes.head_dim
-        attention, own = f"{theirs}self_attn.", f"{ours}self_attention."
+        attention, attention_ours = f"{theirs}self_attn.", f"{ours}self_attention."
         yield self.vector(
             f"{ours}input_layernorm.weight", f"{theirs}input_layernorm.weight", hidden
         )
         yield self.columns(
-            f"{own}linear_proj.weight", f"{attention}o_proj.weight", hidden,
+            f"{attention_ours}linear_proj.weight", f"{attention}o_proj.weight", hidden,
             sizes.num_heads * width,
         )  # fmt: skip
-        yield self._queries_keys_values(f"{own}linear_qkv.weight", attention)
+        yield self._queries_keys_values(f"{attention_ours}linear_qkv.weight", attention)
         for part in "qk":
             yield self.vector(
-                f"{own}{part}_layernorm.weight", f"{attention}{part}_norm.weight", width
+                f"{attention_ours}{part}_layernorm.weight", f"{attention}{part}_norm.weight", width
             )
         yield self.vector(
             f"{ours}pre_mlp_layernorm.weight", f"{theirs}post_attention_layernorm.weight", hidden
@@ -249,9 +249,9 @@ class _Rank:
         num_own = sizes.num_experts // topology.expert
         start, end = _part(sizes.expert_size, topology.expert_tensor, self.at.expert_tensor)
         hidden, inner = (0, sizes.hidden_size), end - start
-        for own in range(num_own):
-            expert = self.at.expert * num_own + own
-            module, one = f"{ours}experts.local_experts.{own}.", (expert, expert + 1)
+        for number in range(num_own):
+            expert = self.at.expert * num_own + number
+            module, one = f"{ours}experts.local_experts.{number}.", (expert, expert + 1)
             yield Shard(
                 f"{module}linear_fc1.weight",
                 (2 * inner, sizes.hidden_size),

@@ -37,12 +37,12 @@ class ValueHead(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int) -> None:
         super().__init__()
         on_cpu = config.use_cpu_initialization
-        made: dict[str, Any] = {
+        tensor_options: dict[str, Any] = {
             "dtype": config.params_dtype,
             "device": torch.device("cpu" if on_cpu else torch.cuda.current_device()),
         }
-        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, **made))
-        self.bias = torch.nn.Parameter(torch.zeros(1, **made))
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, **tensor_options))
+        self.bias = torch.nn.Parameter(torch.zeros(1, **tensor_options))
 
     def forward(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, " tokens"]:
         """Return a value for each hidden state, in at least float32."""
@@ -109,7 +109,7 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
         parts = context_parts(
             num_tokens * num_parts, num_parts=num_parts, index=self._context.rank()
         )
-        attend = _attention_of(attention_mask.numpy().tobytes(), tuple(parts), query.device)
+        attend = _build_attention(attention_mask.numpy().tobytes(), tuple(parts), query.device)
         by_head = [part.permute(1, 2, 0, 3) for part in (query, key, value)]
         attended = attend(by_head[0], by_head[1], by_head[2], scale=self._scale)
         output = attended.permute(2, 0, 1, 3).reshape(num_tokens, 1, -1)
@@ -119,10 +119,10 @@ class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron-core ha
             output = output + 0 * (key[0, 0, 0, 0] + value[0, 0, 0, 0])
         return output
 
-    def _gather(self, own: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks, in the order of the row."""
         size = self._context.size()
-        gathered = gather_from_sequence_parallel_region(own.contiguous(), group=self._context)
+        gathered = gather_from_sequence_parallel_region(part.contiguous(), group=self._context)
         halves = gathered.chunk(2 * size)
         return torch.cat([*halves[0::2], *reversed(halves[1::2])])
 
@@ -140,7 +140,7 @@ def encode_tree(tree: PrefixTree) -> Int[Tensor, "2 runs"]:
 
 
 @lru_cache(maxsize=8)
-def _attention_of(
+def _build_attention(
     tree: bytes, parts: tuple[tuple[int, int], ...], device: torch.device
 ) -> TreeAttention:
     """Return the attention of a row, which its layers have in common."""

@@ -67,7 +67,7 @@ def build_own_towers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Towers | None:
-    """Return the towers that a rank holds, without values: those of the first pipeline stage hold
+    """Return the towers that a rank holds, without values: ranks of the first pipeline stage hold
     all.
     """
     if at.pipeline:

@@ -59,7 +59,7 @@ class RankParameters:
             config: AdamW's settings.
             ranks: All of them.
             shapes: Of what belongs to the state of the whole model; by default all its parameters.
-            frozen: Names in transformers of those of them that are not trained: each is saved by
+            frozen: Names in transformers of the parameters that are not trained: each is saved by
                 one of the ranks that hold it, and has no moments.
         """
         self._ranks = ranks
@@ -173,7 +173,7 @@ class RankParameters:
         }
 
     def _saves(self, shard: Shard) -> bool:
-        """Return whether this rank's slice of a parameter is the one that is saved."""
+        """Return whether this rank saves its slice of a parameter."""
         at = self._ranks.at
         if shard.name in self._frozen:
             return holds_first_copy(shard, at)
@@ -209,11 +209,11 @@ class RankParameters:
     def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:
         """Load this rank's pieces, and zero the gradients; see `FlatParameters.load`."""
         steps = self.tensors()
-        wanted: Mapping[str, tuple[int, ...]] = self.shapes() | {
+        shapes: Mapping[str, tuple[int, ...]] = self.shapes() | {
             name: tuple(tensor.shape) for name, tensor in steps.items()
         }
         require_same_tensors(
-            {name: shape for name, shape in state.shapes.items() if name not in without}, wanted
+            {name: shape for name, shape in state.shapes.items() if name not in without}, shapes
         )
         for _, piece in self._pieces():
             shape = tuple(piece.tensor.shape)
@@ -226,8 +226,8 @@ class RankParameters:
 
 
 def _in_order(parameters: Parameters) -> Parameters:
-    """Sort parameters: those that the tensor-parallel ranks divide, copies of a tied embedding,
-    matrices that all hold whole, vectors.
+    """Sort parameters: divided by the tensor-parallel ranks, copies of a tied embedding, matrices
+    that all hold whole, vectors.
     """
 
     def kind(pair: tuple[Shard, nn.Parameter]) -> tuple[bool, bool, bool]:

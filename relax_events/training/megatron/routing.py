@@ -58,14 +58,14 @@ class LayerReplay:
     ) -> tuple[Float[Tensor, "tokens top_k"], Int[Tensor, "tokens top_k"]]:
         """Return the scores and numbers of each token's experts. The name is megatron-core's."""
         choose = partial(default_compute_topk, num_groups=num_groups, group_topk=group_topk)
-        if (given := self._take_choices()) is None:
+        if (choices := self._take_choices()) is None:
             return choose(scores, topk)
-        chosen = given.chosen.to(torch.int64)
-        if len(given.routed) and group_topk:  # megatron-core's choice by groups takes all tokens
-            chosen.index_copy_(0, given.routed, choose(scores, topk)[1][given.routed])
-        elif len(given.routed):
-            alone = scores.detach().index_select(0, given.routed)
-            chosen.index_copy_(0, given.routed, choose(alone, topk)[1])
+        chosen = choices.chosen.to(torch.int64)
+        if len(choices.routed) and group_topk:  # megatron-core's choice by groups takes all tokens
+            chosen.index_copy_(0, choices.routed, choose(scores, topk)[1][choices.routed])
+        elif len(choices.routed):
+            alone = scores.detach().index_select(0, choices.routed)
+            chosen.index_copy_(0, choices.routed, choose(alone, topk)[1])
         return scores.gather(1, chosen), chosen
 
     def _take_choices(self) -> Choices | None:
@@ -81,7 +81,7 @@ class RoutingReplay:
     """The routers of this rank's layers.
 
     Args:
-        layers: Those of megatron-core, each with experts.
+        layers: megatron-core's layers that have experts.
         tensor: Rank and number of the tensor-parallel ranks, which divide the sequence.
     """
 
@@ -108,10 +108,10 @@ class RoutingReplay:
             yield
             return
         index, number = self._tensor
-        size = len(row.own) // number
-        own = row.own[index * size : (index + 1) * size]
-        chosen = torch.from_numpy(row.experts[own]).to(device)
-        routed = torch.from_numpy(np.flatnonzero(~row.is_replayed[own])).to(device)
+        size = len(row.token_indices) // number
+        cells = row.token_indices[index * size : (index + 1) * size]
+        chosen = torch.from_numpy(row.experts[cells]).to(device)
+        routed = torch.from_numpy(np.flatnonzero(~row.is_replayed[cells])).to(device)
         for layer, replay in self._layers:
             replay.choices = Choices(chosen[:, layer], routed)
         try:

@@ -46,8 +46,8 @@ class Row:
         tokens: Of the row; 0 in the padding at its end.
         positions: Of each token in its sample.
         tree: Where each sample ends, and what samples share.
-        own: Indices of this rank's tokens, in its order.
-        loss_positions: Indices among this rank's tokens of those that predict a loss token.
+        token_indices: Indices of this rank's tokens, in its order.
+        loss_positions: Indices of this rank's tokens that predict a loss token, among its tokens.
         loss_tokens: Which loss tokens of the micro-batch these predict.
         experts: Of each token of the row, where the engine's routing is replayed.
         is_replayed: Which tokens of the row have recorded experts.
@@ -57,7 +57,7 @@ class Row:
     tokens: Int64[np.ndarray, " row"]
     positions: Int64[np.ndarray, " row"]
     tree: PrefixTree
-    own: Int64[np.ndarray, " own"]
+    token_indices: Int64[np.ndarray, " own"]
     loss_positions: Int64[np.ndarray, " own_loss_tokens"]
     loss_tokens: Int64[np.ndarray, " own_loss_tokens"]
     experts: Integer[np.ndarray, "row layers top_k"] | None = None
@@ -78,11 +78,11 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
     tokens, positions, loss_positions, tree = _without_padding(batch)
     length = padded_length(max(len(tokens), 1), multiple=multiple)
     padding = (0, length - len(tokens))
-    own = np.concatenate(
+    token_indices = np.concatenate(
         [np.arange(*part) for part in context_parts(length, num_parts=parts, index=index)]
     )
     own_index = np.full(length, -1)
-    own_index[own] = np.arange(len(own))
+    own_index[token_indices] = np.arange(len(token_indices))
     predicting = own_index[loss_positions]
     loss_tokens = np.flatnonzero(predicting >= 0)
     experts, is_replayed = _pad_experts(batch, length)
@@ -90,7 +90,7 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
         tokens=np.pad(tokens, padding),
         positions=np.pad(positions, padding),
         tree=tree,
-        own=own,
+        token_indices=token_indices,
         loss_positions=predicting[loss_tokens],
         loss_tokens=loss_tokens,
         experts=experts,
@@ -102,7 +102,7 @@ def lay_out_row(batch: PackedBatch | None, *, multiple: int, parts: int = 1, ind
 def _lay_out_media(
     batch: PackedBatch | None, own_index: Int64[np.ndarray, " row"]
 ) -> RowMedia | None:
-    """Return the media of a row, given the index of its tokens among those of one rank."""
+    """Return the media of a row, given the index of its tokens among the tokens of one rank."""
     if batch is None or batch.media is None:
         return None
     media, cells = batch.media, _cells_of_row(batch)

@@ -131,8 +131,8 @@ class DecoderSizes:
         """Return the same sizes with names as in a critic's checkpoints: below a prefix, and those
         of a text model's decoder without their own.
         """
-        own = self.prefix if self.reads_media else ""
-        return replace(self, prefix=f"{prefix}{own}", outer_prefix=prefix)
+        inner = self.prefix if self.reads_media else ""
+        return replace(self, prefix=f"{prefix}{inner}", outer_prefix=prefix)
 
     def require_fits(self, topology: Topology) -> None:
         """Require that the decoder can be split so.

@@ -251,13 +251,13 @@ class ModelStage:
     def _hidden(self, row: Row, chunk: Any) -> Float[Tensor, "tokens 1 hidden"]:
         tokens, positions = (
             torch.from_numpy(values).to(self.device)
-            for values in (row.tokens[row.own], row.positions[row.own])
+            for values in (row.tokens[row.token_indices], row.positions[row.token_indices])
         )
         embedded = chunk.embedding(tokens[None], None) if chunk.pre_process else None
-        own = None if embedded is None else self._own_features(row, len(embedded))
-        if own is not None and embedded is not None:
-            replaced = own.first[:, None].to(embedded.dtype)
-            embedded = embedded.index_copy(0, own.positions, replaced)
+        features = None if embedded is None else self._own_features(row, len(embedded))
+        if features is not None and embedded is not None:
+            replaced = features.first[:, None].to(embedded.dtype)
+            embedded = embedded.index_copy(0, features.positions, replaced)
         if embedded is not None and self._is_frozen and torch.is_grad_enabled():
             # a layer that is computed again has gradients only where its input has one
             embedded = embedded.detach().requires_grad_()
@@ -267,8 +267,8 @@ class ModelStage:
             attention_mask=encode_tree(row.tree),
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
             # see add_deep_features
-            context=own.deep if own is not None and len(own.deep) else None,
-            context_mask=own.positions if own is not None else None,
+            context=features.deep if features is not None and len(features.deep) else None,
+            context_mask=features.positions if features is not None else None,
         )
         return hidden
 
@@ -286,7 +286,7 @@ class ModelStage:
         """
         if row.media is None:
             return positions[:, None].float() * self._frequencies
-        rotary = torch.from_numpy(row.media.rotary[:, row.own]).to(self.device)
+        rotary = torch.from_numpy(row.media.rotary[:, row.token_indices]).to(self.device)
         angles = rotary[..., None].float() * self._frequencies
         mixed = angles[0].clone()
         for part in (1, 2):
@@ -308,7 +308,7 @@ class ModelStage:
         assert batch is not None
         if self._tensor.size() > 1:
             hidden = gather_from_sequence_parallel_region(hidden)
-        wanted = (
+        columns = (
             batch.targets[:, None]
             if work.ids is None
             else np.concatenate([batch.targets[:, None], work.ids], 1)
@@ -317,7 +317,7 @@ class ModelStage:
             torch.from_numpy(values).to(self.device)
             for values in (
                 row.loss_positions,
-                wanted[row.loss_tokens],
+                columns[row.loss_tokens],
                 batch.temperatures[row.loss_tokens],
                 row.loss_tokens,
             )
@@ -325,14 +325,14 @@ class ModelStage:
         selected = hidden[:, 0].index_select(0, positions)
         logprobs, entropies = self._apply_head(selected, ids, temperatures, work.entropy_gradient)
         if self._context.size() > 1:
-            own = torch.cat([logprobs, entropies[:, None]], 1)
-            whole = own.new_zeros(len(batch.targets), own.shape[1]).index_add(0, kept, own)
+            part = torch.cat([logprobs, entropies[:, None]], 1)
+            whole = part.new_zeros(len(batch.targets), part.shape[1]).index_add(0, kept, part)
             whole = sum_over_ranks(whole, self._context)
             logprobs, entropies = whole[:, :-1], whole[:, -1]
         return TokenLogprobs(
             logprobs[:, 0],
             entropies,
-            torch.from_numpy(wanted[:, 1:]),
+            torch.from_numpy(columns[:, 1:]),
             logprobs[:, 1:],
             imbalance=logprobs.new_zeros(0),
         )

@@ -54,8 +54,8 @@ class Towers(nn.Module):
     def encode(
         self, pieces: Sequence[ProcessedMedia]
     ) -> tuple[Float[Tensor, "features hidden"], list[Float[Tensor, "features hidden"]]]:
-        """Return the features of files: those that replace embeddings, and those that are added
-        after the next decoder layers.
+        """Return the features of files: features that replace embeddings, and features that are
+        added after the next decoder layers.
         """
         return concatenate_layers(self._family.encode_media(self, pieces))
 
@@ -153,9 +153,11 @@ def encode_own(towers: Towers, row: Row, *, first: int, end: int) -> OwnFeatures
         torch.from_numpy(values[is_own]).to(features.device)
         for values in (row.media.features, at - first)
     )
-    own = [layer.index_select(0, index) for layer in (features, *deep)]
+    layers = [layer.index_select(0, index) for layer in (features, *deep)]
     return OwnFeatures(
-        positions, own[0], torch.stack(own[1:]) if deep else own[0].new_zeros(0, *own[0].shape)
+        positions,
+        layers[0],
+        torch.stack(layers[1:]) if deep else layers[0].new_zeros(0, *layers[0].shape),
     )
 
 
@@ -163,7 +165,7 @@ def add_deep_features(layers: Sequence[nn.Module]) -> None:
     """Let each of the first decoder layers add its features to its output.
 
     They come in the arguments that megatron-core calls `context` and `context_mask`, which it
-    passes through its layers unread, and through those that are computed again with their
+    passes through its layers unread, and through layers that are computed again with their
     gradients.
     """
     for index, layer in enumerate(layers):
@@ -171,8 +173,8 @@ def add_deep_features(layers: Sequence[nn.Module]) -> None:
 
 
 def _adds_feature(index: int) -> Any:
-    def add(layer: Any, given: Any, named: dict[str, Any], output: Any) -> Any:
-        del layer, given
+    def add(layer: Any, inputs: Any, named: dict[str, Any], output: Any) -> Any:
+        del layer, inputs
         deep: Tensor | None = named.get("context")
         if deep is None:
             return None

@@ -30,8 +30,8 @@ class ValueStage(ModelStage):
             torch.from_numpy(indices).to(self.device)
             for indices in (row.loss_positions, row.loss_tokens)
         )
-        own = values.index_select(0, positions)
+        part = values.index_select(0, positions)
         if self._context.size() == 1:
-            return own
-        whole = own.new_zeros(len(work.batch.targets)).index_add(0, kept, own)
+            return part
+        whole = part.new_zeros(len(work.batch.targets)).index_add(0, kept, part)
         return sum_over_ranks(whole, self._context)

@@ -78,9 +78,9 @@ def vocabulary_logprobs(
     if rows.group.size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=rows.group)
     exponentials = (logits - largest[:, None]).exp()
-    own = ids - rows.first
-    is_own = (own >= 0) & (own < rows.num_valid)
-    picked = logits.gather(-1, own.clamp(0, logits.shape[1] - 1)) * is_own
+    columns = ids - rows.first
+    is_own = (columns >= 0) & (columns < rows.num_valid)
+    picked = logits.gather(-1, columns.clamp(0, logits.shape[1] - 1)) * is_own
     total, *requested = sum_over_ranks(
         torch.cat([exponentials.sum(-1, keepdim=True), picked], -1), rows.group
     ).unbind(-1)

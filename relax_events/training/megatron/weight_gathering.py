@@ -100,8 +100,8 @@ class WeightGathering:
         if rank == 0:
             values = self._flatten(pieces)
         else:
-            own = next(iter(self._parameters.values()))
-            values = torch.empty(sum(sizes), dtype=targets[0].dtype, device=own.device)
+            parameter = next(iter(self._parameters.values()))
+            values = torch.empty(sum(sizes), dtype=targets[0].dtype, device=parameter.device)
             dist.recv(values, src=rank)
         for target, part in zip(targets, values.cpu().split(sizes), strict=True):
             target.copy_(part.view(target.shape))

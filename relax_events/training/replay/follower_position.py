@@ -43,11 +43,11 @@ class FollowerPosition:
         position.
         """
         try:
-            found = self._admin.committed_offsets(self._group, self._topic_partitions)
+            offsets = self._admin.committed_offsets(self._group, self._topic_partitions)
         except BrokerError as error:
             log.warning("follower_position.read_failed", error=str(error))
             return
-        if NO_RECORDS_NEEDED in found.values() or not found:
+        if NO_RECORDS_NEEDED in offsets.values() or not offsets:
             self._commit(dict.fromkeys((partition for _, partition in self._topic_partitions), 0))
 
     def add_trained_step(self, step: TrainStepCommitted, checkpoint: CheckpointRef | None) -> None:

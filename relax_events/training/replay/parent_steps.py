@@ -101,27 +101,27 @@ def open_recorded_batches(worker: Worker, source: ParentRun, ranks: Ranks) -> Re
 
 
 def require_compatible_algorithm(
-    recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str
+    recorded: AlgorithmConfig, algorithm: AlgorithmConfig, *, run_id: str
 ) -> None:
     """Reject a replay by an algorithm that learns from other data than the parent recorded;
     generated samples may be used as SFT targets.
 
     Args:
         recorded: The parent run's algorithm.
-        wanted: The algorithm of the replay.
+        algorithm: The algorithm of the replay.
         run_id: The parent run, for the error.
     Raises:
         ConfigError: The text names both.
     """
     if recorded.is_unread:
         return
-    if (recorded.learns_from, wanted.learns_from) != (
+    if (recorded.learns_from, algorithm.learns_from) != (
         "rewards",
         "answers",
-    ) and recorded.learns_from != wanted.learns_from:
+    ) and recorded.learns_from != algorithm.learns_from:
         raise ConfigError(
-            f"the rollouts can't be replayed: algorithm {wanted.name} learns from "
-            f"{wanted.learns_from}, and run {run_id} recorded {recorded.learns_from}; set "
+            f"the rollouts can't be replayed: algorithm {algorithm.name} learns from "
+            f"{algorithm.learns_from}, and run {run_id} recorded {recorded.learns_from}; set "
             f"algorithm.name to {recorded.name}"
         )
 

@@ -65,8 +65,8 @@ class RecordedBatch:
         return (by_round.get(number, []) for number in range(self.num_rounds))
 
     def parts(self) -> Iterator[list[LocatedSample]]:
-        """Yield the samples of each micro-batch; where a prompt group was divided between two,
-        those of both.
+        """Yield the samples of each micro-batch, or of two where a prompt group was divided
+        between them.
         """
         part: list[LocatedSample] = []
         for index, sample in enumerate(self.samples):
@@ -174,14 +174,14 @@ class RecordedBatches:
             if item.position not in by_position:
                 record = records.pop(item.position)
                 by_position[item.position] = self._decode_record(record, item.sample_id)
-            found = by_position[item.position]
-            if item.sample_id not in found:
+            decoded = by_position[item.position]
+            if item.sample_id not in decoded:
                 raise RunFailed(
                     f"{self._topic}[{item.position[0]}]@{item.position[1]} held sample "
-                    f"{item.sample_id} when it was trained, and holds {', '.join(found)} now; was "
-                    "the topic created again?"
+                    f"{item.sample_id} when it was trained, and holds {', '.join(decoded)} now; "
+                    "was the topic created again?"
                 )
-            samples.append(LocatedSample(found[item.sample_id], *item.position))
+            samples.append(LocatedSample(decoded[item.sample_id], *item.position))
         return samples
 
     def _decode_record(self, record: Record, sample_id: str) -> dict[str, SampleReady]:

@@ -24,9 +24,9 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.training.batch.assembly import LocatedSample
 
 
-def needs_new_advantages(recorded: AlgorithmConfig, wanted: AlgorithmConfig) -> bool:
+def needs_new_advantages(recorded: AlgorithmConfig, algorithm: AlgorithmConfig) -> bool:
     """Return whether this algorithm would compute other advantages than the recorded ones."""
-    return _advantage_settings(recorded) != _advantage_settings(wanted)
+    return _advantage_settings(recorded) != _advantage_settings(algorithm)
 
 
 def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
@@ -72,24 +72,24 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
 
 
 def require_recorded_teacher(
-    recorded: AlgorithmConfig, wanted: AlgorithmConfig, *, run_id: str
+    recorded: AlgorithmConfig, algorithm: AlgorithmConfig, *, run_id: str
 ) -> None:
     """Reject a replay that distils from teacher log-probabilities that were not recorded.
 
     Args:
         recorded: The parent's algorithm.
-        wanted: The replay's algorithm.
+        algorithm: The replay's algorithm.
         run_id: Id of the parent.
     Raises:
         ConfigError: The records lack what the replay needs; the text says what.
     """
-    if not wanted.distills:
+    if not algorithm.distills:
         return
     if not recorded.distills:
         raise ConfigError(
-            f"algorithm.distill_coefficient = {wanted.distill_coefficient:g} needs the teacher's "
-            f"log-probabilities, and run {run_id} was recorded without a teacher; set it to 0, or "
-            "record with a teacher"
+            f"algorithm.distill_coefficient = {algorithm.distill_coefficient:g} needs the "
+            f"teacher's log-probabilities, and run {run_id} was recorded without a teacher; set it "
+            "to 0, or record with a teacher"
         )
     had = (
         (recorded.distill_tokens, recorded.distill_top_k)
@@ -97,14 +97,15 @@ def require_recorded_teacher(
         else ("sampled", 0)
     )
     has_fewer = (
-        had[1] != wanted.distill_top_k  # the ids of a smaller union are not a part of a larger one
-        if wanted.distill_tokens == "union"
-        else had[1] < wanted.distill_top_k
+        # the ids of a smaller union are not a part of a larger one
+        had[1] != algorithm.distill_top_k
+        if algorithm.distill_tokens == "union"
+        else had[1] < algorithm.distill_top_k
     )
-    if wanted.has_topk_loss and (had[0] != wanted.distill_tokens or has_fewer):
+    if algorithm.has_topk_loss and (had[0] != algorithm.distill_tokens or has_fewer):
         raise ConfigError(
-            f"algorithm.distill_tokens = {wanted.distill_tokens!r} with distill_top_k = "
-            f"{wanted.distill_top_k} is not on the log of run {run_id}, which has {had[0]} with "
+            f"algorithm.distill_tokens = {algorithm.distill_tokens!r} with distill_top_k = "
+            f"{algorithm.distill_top_k} is not on the log of run {run_id}, which has {had[0]} with "
             f"{had[1]}; replay with those, or with 'sampled'"
         )
 

@@ -157,12 +157,12 @@ def load_published_weights(
             f"its objects, or continue as another run: relax runs fork {run_id} NEW --at-version "
             f"{older}"
         ) from error
-    state, found = reconcile(backend.state(), published.tensors)
+    state, reconciliation = reconcile(backend.state(), published.tensors)
     backend.load_state(state)
     log.warning(
         "replay.diverged",
         policy_version=state.policy_version,
-        num_weights=found.num_weights,
-        num_moved=found.num_moved,
-        largest_move=found.largest_move,
+        num_weights=reconciliation.num_weights,
+        num_moved=reconciliation.num_moved,
+        largest_move=reconciliation.largest_move,
     )

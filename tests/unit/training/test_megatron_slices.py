@@ -123,20 +123,21 @@ def test_each_rank_of_a_row_has_the_media_of_its_tokens() -> None:
         (row.media.positions.tolist(), row.media.features.tolist()) for row in rows if row.media
     ]
     assert found == [([1, 2, 3], [4, 5, 0]), ([], [])]
-    assert rows[0].own[[1, 2, 3]].tolist() == [1, 2, 9]
+    assert rows[0].token_indices[[1, 2, 3]].tolist() == [1, 2, 9]
     assert rows[0].media is not None
     assert rows[0].media.rotary[2].tolist() == (3 * rows[0].positions).tolist()
 
 
 def test_context_parallel_ranks_share_the_loss_tokens() -> None:
     rows = [lay_out_row(batch_of([5, 3, 4]), multiple=4, parts=2, index=at) for at in range(2)]
-    assert rows[0].own.tolist() == [0, 1, 2, 9, 10, 11]
-    assert rows[1].own.tolist() == [3, 4, 5, 6, 7, 8]
+    assert rows[0].token_indices.tolist() == [0, 1, 2, 9, 10, 11]
+    assert rows[1].token_indices.tolist() == [3, 4, 5, 6, 7, 8]
     assert rows[0].loss_tokens.tolist() == [2]
     assert rows[1].loss_tokens.tolist() == [0, 1]
     for row in rows:
         assert (
-            row.own[row.loss_positions].tolist() == np.array([3, 6, 10])[row.loss_tokens].tolist()
+            row.token_indices[row.loss_positions].tolist()
+            == np.array([3, 6, 10])[row.loss_tokens].tolist()
         )
 
 
