@@ -65,7 +65,7 @@ class _Layout:
 
 
 def _find_column(hint: Any) -> Column | None:
-    return next(iter(getattr(hint, "__metadata__", ())), None)
+    return next((mark for mark in typing.get_args(hint) if isinstance(mark, Column)), None)
 
 
 def _make_columns(
