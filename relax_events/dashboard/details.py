@@ -18,6 +18,7 @@ import numpy as np
 from relax_events.config import RunConfig
 from relax_events.dashboard.recent_texts import excerpt_texts
 from relax_events.dashboard.sample_columns import SamplePosition, SampleTable
+from relax_events.dashboard.sample_media import MAX_SECONDS, encode_png, select_frames
 from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
@@ -31,7 +32,6 @@ from relax_events.media.library import MediaLibrary
 from relax_events.ops.consumer_lag import read_partition_lag, sum_by_slot
 from relax_events.ops.dead_letters import read_dead_letter, read_dead_letters
 from relax_events.ops.topic_tail import read_record
-from relax_events.reports.sample_media import MAX_SECONDS, encode_png, select_frames
 from relax_events.session.broker_address import open_admin
 
 MAX_TOKENS = 4096
