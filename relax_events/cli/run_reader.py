@@ -91,8 +91,7 @@ def open_run(
         settings = run_file or found.config
         if settings is None:
             raise ConfigError(
-                f"the log of run {run} does not describe it: an earlier release wrote it, or "
-                "it is half deleted; give its run file"
+                f"the log of run {run} does not describe it: it is half deleted; give its run file"
             )
         yield settings.model_copy(update={"broker": cluster.broker_with_address})
 

@@ -215,20 +215,6 @@ class TelemetryConfig(Section):
     when a browser connects. A run whose broker asks for credentials never offers it."""
     traces: TracesConfig = TracesConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_removed_tensorboard(cls, section: Any) -> Any:
-        if isinstance(section, dict) and "tensorboard" in section:
-            if section["tensorboard"]:
-                raise ValueError(
-                    "tensorboard is one of several trackers now, and the default of "
-                    "telemetry.trackers"
-                )
-            return {
-                name: value for name, value in section.items() if name != "tensorboard"
-            }  # as the logs of earlier releases say
-        return section
-
     def worker_port(self, index: int) -> int:
         """Return the port of the worker at this index on its machine; 0
         stays 0.

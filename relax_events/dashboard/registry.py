@@ -103,8 +103,8 @@ class RunRegistry:
         settings = found.config or given
         if settings is None:
             raise ConfigError(
-                f"the log of run {run_id} does not describe it: an earlier release wrote it, or it "
-                "is half deleted; give its run file: relax dashboard RUN_FILE"
+                f"the log of run {run_id} does not describe it: it is half deleted; give its run "
+                "file: relax dashboard RUN_FILE"
             )
         return settings.model_copy(update={"broker": self._broker(settings)})
 

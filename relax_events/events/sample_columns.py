@@ -4,7 +4,7 @@ A rollout worker finishes the samples of a prompt group together, and each role 
 As one record they cost a broker and its clients a fraction of what a record for each costs: the
 prompt, the metadata and most of the key are the same in all of them, and their arrays lie one after
 the other. So a record holds samples of one generation in columns, and roles handle samples. The
-marks of the fields in `types.py` say how a record holds them.
+marks of the fields in `types.py` say how a record holds them (ADR 52).
 
 A sample whose neighbours differ in what a record shares, or whose arrays are too large or in the
 object store, has a record for itself: columns of one entry.

@@ -17,7 +17,7 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.weights.artifact_reader import read_chain
 from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
-from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
+from relax_events.weights.digests import combine_digests, tensor_digest
 from relax_events.weights.manifest import WeightManifest
 from relax_events.weights.tensor_files import Tensors, raw_bytes
 
@@ -117,17 +117,6 @@ def digest_tensors(tensors: Tensors) -> bytes:
             name: tensor_digest(name, layout.dtype, layout.shape, _values(tensors, name))
             for name, layout in tensors.layouts.items()
         }
-    )
-
-
-def digest_as_earlier(tensors: Tensors) -> bytes:
-    """Return the digest that earlier releases committed of the same tensors, reading one at a
-    time.
-    """
-    layouts = tensors.layouts
-    return sha256_digest(
-        (name, layouts[name].dtype, layouts[name].shape, _values(tensors, name))
-        for name in sorted(layouts)
     )
 
 

@@ -14,7 +14,7 @@ from relax_events.events.parts import ObjectRef
 from relax_events.model_folder.tensors import RawTensor, StoredTensors, TensorLayout, split_file
 from relax_events.objects import ObjectStore
 from relax_events.weights.delta import POSITIONS, VALUES, apply_delta
-from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
+from relax_events.weights.digests import combine_digests, tensor_digest
 from relax_events.weights.manifest import TensorEntry, WeightManifest, Weights
 
 
@@ -65,23 +65,17 @@ def _verify(manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> None:
     Raises:
         WeightsError: A tensor was altered, or belongs to other weights; the text names it.
     """
-    if manifest.has_tensor_digests:
-        digests = {}
-        for entry in manifest.tensors:
-            raw = tensors[entry.name]
-            seen = tensor_digest(entry.name, raw.layout.dtype, raw.layout.shape, raw.data)
-            if seen != entry.digest:
-                raise WeightsError(
-                    f"{entry.name} was altered in {manifest.files[entry.file].uri}: its BLAKE3 "
-                    f"must be {entry.digest.hex()}, got {seen.hex()}"
-                )
-            digests[entry.name] = seen
-        digest = combine_digests(digests)
-    else:
-        named = ((name, tensors[name]) for name in sorted(tensors))
-        digest = sha256_digest(
-            (name, raw.layout.dtype, raw.layout.shape, raw.data) for name, raw in named
-        )
+    digests = {}
+    for entry in manifest.tensors:
+        raw = tensors[entry.name]
+        seen = tensor_digest(entry.name, raw.layout.dtype, raw.layout.shape, raw.data)
+        if seen != entry.digest:
+            raise WeightsError(
+                f"{entry.name} was altered in {manifest.files[entry.file].uri}: its BLAKE3 "
+                f"must be {entry.digest.hex()}, got {seen.hex()}"
+            )
+        digests[entry.name] = seen
+    digest = combine_digests(digests)
     if digest != manifest.digest:
         raise WeightsError(f"their digest must be {manifest.digest.hex()}, got {digest.hex()}")
 

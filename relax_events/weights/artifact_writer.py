@@ -19,7 +19,7 @@ from relax_events.events.parts import ObjectRef
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
 from relax_events.weights.delta import POSITIONS, VALUES, compute_delta
-from relax_events.weights.digests import combine_digests, sha256_digest, tensor_digest
+from relax_events.weights.digests import combine_digests, tensor_digest
 from relax_events.weights.file_content import FileContent, lay_out
 from relax_events.weights.manifest import Base, TensorEntry, WeightManifest
 from relax_events.weights.tensor_files import dtype_name, raw_bytes
@@ -38,16 +38,6 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> bytes:
         tensors: On any device.
     """
     return combine_digests({name: _digest(name, tensor) for name, tensor in tensors.items()})
-
-
-def has_digest(tensors: Mapping[str, Tensor], digest: bytes) -> bool:
-    """Tell whether weights have this digest, be it `weights_digest` or that of an earlier release,
-    which is computed only if the first differs.
-    """
-    return weights_digest(tensors) == digest or digest == sha256_digest(
-        (name, dtype_name(tensors[name]), tuple(tensors[name].shape), raw_bytes(tensors[name]))
-        for name in sorted(tensors)
-    )
 
 
 def _digest(name: str, tensor: Tensor) -> bytes:

@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 3
-"""Format of manifests that are written. A release rejects formats that it does not know."""
-SHA256_FORMATS = (1, 2)
-"""Formats of earlier releases, the second with changes to a base: their files have SHA-256 digests,
-and their tensors none."""
+"""Format of manifests. A release rejects formats that it does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     file: int
     digest: bytes = b""
-    """`digests.tensor_digest` of its values; empty in manifests of formats 1 and 2."""
+    """`digests.tensor_digest` of its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,8 @@ class WeightManifest:
     exist.
 
     Attributes:
-        digest: `artifact_writer.weights_digest` of all weights; `sha256_digest` in formats 1 and 2.
-        files: Their digests are empty: the tensors' verify what is in them. SHA-256 in formats 1
-            and 2.
+        digest: `artifact_writer.weights_digest` of all weights.
+        files: Their digests are empty: the tensors' verify what is in them.
         base: None for a full snapshot.
         changed: Names of the tensors that the files hold as deltas to the base.
         base_digest: `base_digest.compute_base_digest` of the model that the tensors are adapters
@@ -78,12 +74,6 @@ class WeightManifest:
     base: Base | None = None
     changed: frozenset[str] = frozenset()
     base_digest: bytes = b""
-    format: int = FORMAT
-
-    @property
-    def has_tensor_digests(self) -> bool:
-        """Whether each tensor has a digest, from which that of the weights follows."""
-        return self.format not in SHA256_FORMATS
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON; equal manifests give equal bytes."""
@@ -114,22 +104,20 @@ class WeightManifest:
         try:
             value: dict[str, Any] = json.loads(data)
             number = value["format"]
-            if type(number) is not int or number not in (*SHA256_FORMATS, FORMAT):
+            if type(number) is not int or number != FORMAT:
                 raise WeightsError(
-                    f"weight manifest has format {number!r}, this release reads 1 to {FORMAT}; "
-                    "use the release that wrote it"
+                    f"weight manifest has format {number!r}, this release reads {FORMAT}; use the "
+                    "release that wrote it"
                 )
-            is_hashed = number not in SHA256_FORMATS
             return cls(
                 _number(value["policy_version"]),
                 _text(value["model_type"]),
                 bytes.fromhex(value["digest"]),
-                tuple(_reference(file, has_digest=not is_hashed) for file in value["files"]),
-                tuple(_tensor(item, has_digest=is_hashed) for item in value["tensors"]),
+                tuple(_reference(file, digest=b"") for file in value["files"]),
+                tuple(map(_tensor, value["tensors"])),
                 _base(value["base"]) if "base" in value else None,
                 frozenset(_text(name) for name in value.get("changed", ())),
                 bytes.fromhex(value.get("base_model", "")),
-                number,
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightsError(
@@ -149,16 +137,17 @@ def _number(value: object) -> int:
     return value
 
 
-def _tensor(value: Mapping[str, Any], *, has_digest: bool) -> TensorEntry:
+def _tensor(value: Mapping[str, Any]) -> TensorEntry:
     shape = tuple(_number(length) for length in value["shape"])
-    digest = bytes.fromhex(value["digest"]) if has_digest else b""
+    digest = bytes.fromhex(value["digest"])
     return TensorEntry(
         _text(value["name"]), _text(value["dtype"]), shape, _number(value["file"]), digest
     )
 
 
 def _base(value: Mapping[str, Any]) -> Base:
-    return Base(_reference(value, has_digest=True), bytes.fromhex(value["weights_digest"]))
+    manifest = _reference(value, digest=bytes.fromhex(value["digest"]))
+    return Base(manifest, bytes.fromhex(value["weights_digest"]))
 
 
 def _reference_value(reference: ObjectRef) -> dict[str, Any]:
@@ -169,6 +158,5 @@ def _reference_value(reference: ObjectRef) -> dict[str, Any]:
     }
 
 
-def _reference(value: Mapping[str, Any], *, has_digest: bool) -> ObjectRef:
-    digest = bytes.fromhex(value["digest"]) if has_digest else b""
+def _reference(value: Mapping[str, Any], *, digest: bytes) -> ObjectRef:
     return ObjectRef(_text(value["uri"]), digest, _number(value["num_bytes"]))

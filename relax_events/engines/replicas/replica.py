@@ -187,10 +187,10 @@ class Replica:
         """
 
         def verify(_: Engine) -> None:
-            from relax_events.weights.artifact_writer import has_digest  # imports torch
+            from relax_events.weights.artifact_writer import weights_digest  # imports torch
 
             load.result()
-            if not has_digest(weights.tensors, weights.digest):
+            if weights_digest(weights.tensors) != weights.digest:
                 raise WeightsOverwritten(
                     f"policy version {weights.policy_version} is no longer in memory"
                 )

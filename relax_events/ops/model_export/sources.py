@@ -17,7 +17,6 @@ from relax_events.ops.model_export.versions import PublishedVersions, format_ver
 from relax_events.training.checkpoint.checkpoint_files import CheckpointTensors
 from relax_events.weights.artifact_files import (
     ArtifactTensors,
-    digest_as_earlier,
     digest_tensors,
 )
 from relax_events.weights.tensor_files import Tensors
@@ -116,7 +115,7 @@ def _open_checkpoint(
 
 
 def _require_digest(tensors: Tensors, wanted: bytes, *, uri: str) -> bytes:
-    if (seen := digest_tensors(tensors)) != wanted != digest_as_earlier(tensors):
+    if (seen := digest_tensors(tensors)) != wanted:
         raise WeightsError(
             f"{uri} can't be used: the digest of its weights must be {wanted.hex()}, got "
             f"{seen.hex()}"

@@ -34,7 +34,7 @@ from relax_events.training.replay.start_weights import (
     load_parent_weights,
     load_published_weights,
 )
-from relax_events.weights.artifact_writer import has_digest
+from relax_events.weights.artifact_writer import weights_digest
 
 log = structlog.get_logger()
 
@@ -89,7 +89,7 @@ class Replay:
         tensors = collect_weights(self._backend)
         if self._ranks.rank:
             return bool(self._ranks.broadcast(None))
-        is_same = has_digest(tensors, expected)
+        is_same = weights_digest(tensors) == expected
         self._ranks.broadcast(b"same" * is_same)
         return is_same
 

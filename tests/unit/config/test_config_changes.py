@@ -42,7 +42,6 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
         ("judge.engine.threads", Rule.FREE),
         ("judge.engine.sampling.top_p", Rule.ACCEPTED),  # of the section around the section
         ("teachers.math.device", Rule.ACCEPTED),  # tables by name change as a whole
-        ("telemetry.tensorboard", Rule.FREE),  # a key of an earlier release
     ],
 )
 def test_innermost_rule_around_a_key_holds(key: str, rule: Rule) -> None:

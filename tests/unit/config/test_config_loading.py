@@ -162,13 +162,6 @@ def test_object_store_defaults_to_the_run_directory(run_file: Path, tmp_path: Pa
         ("run.mode=both", "run.mode must be 'sync' or 'async', got 'both'; set run.mode"),
         ("run.num_steps=many", "run.num_steps must be an integer, got 'many'; set run.num_steps"),
         (
-            "telemetry.tensorboard=true",
-            (
-                "telemetry: tensorboard is one of several trackers now, and the default of "
-                "telemetry.trackers"
-            ),
-        ),
-        (
             "run.id=Not_Allowed",
             (
                 "run.id must match '^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$', got 'Not_Allowed'; "
