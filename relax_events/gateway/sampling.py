@@ -11,6 +11,10 @@ from pydantic import BaseModel, Field, model_validator
 from relax_events.config import SamplingConfig
 
 SEED_BITS = 63
+MIN_TEMPERATURE = 1e-5
+"""Below it logits divided by it leave float32; the most probable token is taken, as by 0."""
+MAX_TOKEN_ID = 2**31
+"""Exclusive; an engine keeps ids, and how many of them `top_k` keeps, in 32 bits."""
 
 
 class CallSampling(BaseModel):
@@ -21,9 +25,9 @@ class CallSampling(BaseModel):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are not supported, with the values that have no effect."""
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=1e6)
     top_p: float = Field(default=1.0, ge=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=MAX_TOKEN_ID)
     seed: int | None = None
 
     @model_validator(mode="before")
@@ -39,9 +43,9 @@ class CallSampling(BaseModel):
 
     def build_config(self, max_new_tokens: int) -> SamplingConfig:
         """Return the engine's settings for at most so many tokens."""
-        is_greedy = not self.temperature or not self.top_p
+        is_greedy = self.temperature < MIN_TEMPERATURE or not self.top_p
         return SamplingConfig(
-            temperature=self.temperature or 1.0,
+            temperature=1.0 if is_greedy else self.temperature,
             top_p=1.0 if is_greedy else self.top_p,
             top_k=1 if is_greedy else max(0, self.top_k),
             max_new_tokens=max_new_tokens,

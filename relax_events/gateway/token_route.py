@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from base64 import b64encode
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
@@ -22,13 +22,12 @@ from relax_events.events.parts import FinishReason
 from relax_events.gateway.chat_dialect import openai_error
 from relax_events.gateway.dialect import RETRY_SECONDS, Problem
 from relax_events.gateway.disconnects import cancel_on_disconnect
-from relax_events.gateway.sampling import CallSampling
+from relax_events.gateway.sampling import MAX_TOKEN_ID, CallSampling
 from relax_events.gateway.served_model import ServedModel
 
 PATH = "/inference/v1/generate"
 UNSUPPORTED_FIELDS = ("features", "content_parts", "stream")
-MAX_TOKEN_ID = 2**31
-"""Exclusive; the engine knows its vocabulary and refuses smaller ids that are none of it."""
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
 class TokenSampling(CallSampling):
@@ -53,7 +52,7 @@ class TokenSampling(CallSampling):
     }
 
     max_tokens: int | None = Field(default=None, ge=1)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=1)
 
@@ -62,7 +61,7 @@ class TokenBody(BaseModel):
     """The body of a call."""
 
     model: str = ""
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     request_id: str = Field(default="", max_length=128)
 
@@ -100,11 +99,9 @@ def build_token_request(model: ServedModel, body: TokenBody) -> GenerationReques
     """Build the engine's request.
 
     Raises:
-        PoisonSample: A token id is no 32-bit number, or the prompt fills the context.
+        PoisonSample: The prompt fills the context.
     """
-    tokens, sampling = np.array(body.token_ids, np.int64), body.sampling_params
-    if tokens.min() < 0 or tokens.max() >= MAX_TOKEN_ID:
-        raise PoisonSample(f"token_ids must be from 0 to {MAX_TOKEN_ID - 1}")
+    tokens, sampling = np.array(body.token_ids, np.int32), body.sampling_params
     if (room := model.max_context_tokens - len(tokens)) < 1:
         raise PoisonSample(
             f"token_ids has {len(tokens)} tokens, and the context ends at "
@@ -113,7 +110,7 @@ def build_token_request(model: ServedModel, body: TokenBody) -> GenerationReques
     end_token_ids = () if sampling.ignore_eos else model.stop_token_ids
     return model.build_request(
         sampling,
-        prompt_tokens=tokens.astype(np.int32),
+        prompt_tokens=tokens,
         max_new_tokens=min(room, sampling.max_tokens or room),
         stop_token_ids=tuple(dict.fromkeys((*end_token_ids, *sampling.stop_token_ids))),
     )

@@ -70,6 +70,19 @@ def test_token_route_ends_after_a_stop_token_which_it_keeps(url: str) -> None:
     ("body", "status", "code", "text"),
     [
         ({"token_ids": [10**6]}, 400, "invalid_tokens", "vocabulary"),
+        ({"token_ids": [2**31]}, 400, "invalid_request", "token_ids.0"),
+        (
+            {"token_ids": PROMPT, "sampling_params": {"top_k": 2**31}},
+            400,
+            "invalid_request",
+            "top_k",
+        ),
+        (
+            {"token_ids": PROMPT, "sampling_params": {"stop_token_ids": [2**31]}},
+            400,
+            "invalid_request",
+            "stop_token_ids.0",
+        ),
         ({"token_ids": [1] * 64}, 400, "invalid_tokens", "shorter prompt"),
         ({"token_ids": PROMPT, "model": "other"}, 404, "model_not_found", "'tiny'"),
         ({"token_ids": PROMPT, "features": {"a": 1}}, 400, "invalid_request", "features"),
@@ -89,6 +102,22 @@ def test_token_route_refuses_with_the_cause(
     assert (reply.status_code, error["code"]) == (status, code)
     assert text in error["message"]
     assert "Retry-After" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": 1e6},
+        {"temperature": 1e-300},
+        {"top_p": 1e-300},
+        {"top_k": 2**31 - 1},
+        {"seed": -(2**80)},
+        {"stop_token_ids": [2**31 - 1]},
+    ],
+)
+def test_engine_survives_the_extremes_of_each_parameter(url: str, extreme: dict[str, Any]) -> None:
+    (choice,) = generate(url, max_tokens=4, ignore_eos=True, **extreme)["choices"]
+    assert len(choice["token_ids"]) == 4
 
 
 def test_token_route_pushes_back_when_its_queue_is_full(
