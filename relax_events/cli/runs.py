@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from relax_events.history.cluster import Cluster
     from relax_events.history.runs.deletion import Deletion
     from relax_events.history.runs.forking import ParentChoice
-    from relax_events.history.runs.listing import RunSummary
     from relax_events.kafka.connection import Connection
 
 app = App(
@@ -44,6 +43,16 @@ TrustSource = Annotated[
         )
     ),
 ]
+COLUMNS = {
+    "run": "run_id",
+    "status": "status",
+    "step": "step",
+    "version": "policy_version",
+    "reward": "reward",
+    "started": "started_at",
+    "records": "num_records",
+    "source": "source",
+}
 CHANGE = ("caller", "identity", "address", "command", "arguments", "outcome", "answer")
 """What is shown of a change."""
 STOP_MARGIN_SECONDS = 15.0
@@ -78,27 +87,14 @@ def list_runs(
     from relax_events.history.runs.listing import read_runs
 
     with _connection(replace(broker, config=broker.config or run_file)) as connection:
-        rows = [_row(run) for _, run in sorted(read_runs(connection).items())]
+        rows = [run.as_row() for _, run in sorted(read_runs(connection).items())]
     if output == "json":
         print_json(rows)
         return
     for row in rows:
         row["reward"] = "-" if row["reward"] is None else f"{row['reward']:.3f}"
-    columns = ["run", "state", "steps", "version", "reward", "started", "records", "source"]
-    print_table(columns, [[row[column] for column in columns] for row in rows])
-
-
-def _row(run: RunSummary) -> dict[str, Any]:
-    return {
-        "run": run.run_id,
-        "state": run.status,
-        "steps": run.num_steps,
-        "version": run.policy_version,
-        "reward": run.state.reward,
-        "started": _time(run.started_at),
-        "records": run.num_records,
-        "source": run.source,
-    }
+        row["started_at"] = _time(row["started_at"])
+    print_table(list(COLUMNS), [[row[name] for name in COLUMNS.values()] for row in rows])
 
 
 def _time(micros: int) -> str:

@@ -13,7 +13,7 @@ from relax_events.dashboard.details import list_dead_letters, open_log, read_lag
 from relax_events.dashboard.run_reader import RunReader
 from relax_events.errors import ConfigError
 from relax_events.history.cluster import Cluster
-from relax_events.history.runs.listing import RunLister, RunSummary, read_run
+from relax_events.history.runs.listing import RunLister, read_run
 from relax_events.kafka.connection import Connection
 from relax_events.runtime.run_description import SHAPE_KEYS
 
@@ -78,8 +78,9 @@ class RunRegistry:
         return self._listed.get()
 
     def _list_runs(self) -> list[dict[str, Any]]:
-        found = self._lister.read().values()
-        return [_row(run) for run in sorted(found, key=lambda run: run.started_at, reverse=True)]
+        rows = [run.as_row() for run in self._lister.read().values()]
+        rows.sort(key=lambda row: -row["started_at"])
+        return [row | {"started_at": row["started_at"] // 1000} for row in rows]
 
     def open(self, run_id: str) -> OpenRun:
         """Return an open run.
@@ -113,19 +114,6 @@ class RunRegistry:
         here = self._cluster.broker_with_address
         shape = settings.broker
         return here.model_copy(update={name: getattr(shape, name) for name in SHAPE_KEYS})
-
-
-def _row(run: RunSummary) -> dict[str, Any]:
-    return {
-        "run_id": run.run_id,
-        "status": run.status,
-        "step": run.num_steps,
-        "policy_version": run.policy_version,
-        "started_at": run.started_at // 1000,
-        "source": run.source,
-        "num_records": run.num_records,
-        "reward": run.state.reward,
-    }
 
 
 def find_runbook(name: str) -> str:

@@ -95,8 +95,8 @@ def test_all_doors_agree_on_the_status_of_a_run(
         return orjson.loads(capsys.readouterr().out)
 
     answers = {
-        "list": next(row for row in ask("runs", "list") if row["run"] == run_id)["state"],
-        "show": ask("runs", "show", run_id)["run"]["state"],
+        "list": next(row for row in ask("runs", "list") if row["run_id"] == run_id)["status"],
+        "show": ask("runs", "show", run_id)["run"]["status"],
         "show, workers": WITH_WORKERS[bool(ask("runs", "show", run_id)["run"]["alive"])],
         "status": ask("status", run_id)["status"],
         **read_page(config),

@@ -199,14 +199,10 @@ def details_as_dict(details: RunDetails) -> dict[str, Any]:
     recorded = details.replayable_versions
     return {
         "run": {
-            "id": summary.run_id,
-            "state": summary.status,
+            **summary.as_row(),
             "reason": ended.reason if ended else "",
             "alive": summary.live_workers,
-            "started_at": summary.started_at,
-            "source": summary.source,
             "forks": details.forks,
-            "records": summary.num_records,
             "package_version": described.package_version if described else "",
             "config_digest": described.config_digest if described else "",
         },

@@ -8,6 +8,7 @@ import difflib
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -122,6 +123,21 @@ class RunSummary:
         """Committed train steps."""
         config = self.config
         return max(self.policy_version - (config.first_version if config else 0), 0)
+
+    def as_row(self) -> dict[str, Any]:
+        """Return what lists of runs show; `started_at` in microseconds since the epoch, 0 where it
+        is unknown.
+        """
+        return {
+            "run_id": self.run_id,
+            "status": self.status,
+            "step": self.num_steps,
+            "policy_version": self.policy_version,
+            "reward": self.state.reward,
+            "started_at": self.started_at,
+            "num_records": self.num_records,
+            "source": self.source,
+        }
 
 
 def parse_run_id(name: str) -> str:
