@@ -302,7 +302,7 @@ class RunReader:
                 if entity == SCHEMAS:
                     _learn(run_log, record)
                     continue
-                for event in () if record.is_damaged else run_log.decode_samples(record):
+                for event in run_log.decode_samples(record):
                     if belongs_on(entity, event):
                         self._apply(event, record)
         self._notify()
@@ -366,7 +366,7 @@ class RunReader:
         for entity in ("rollout.samples", "reward.scores"):
             if run_log.plan.topic(entity) in run_log.topics:
                 for record in run_log.records(run_log.offset_ranges(entity, block)):
-                    yield (() if record.is_damaged else run_log.decode_samples(record)), record
+                    yield run_log.decode_samples(record), record
 
 
 def _do_nothing() -> None:

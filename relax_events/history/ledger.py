@@ -28,7 +28,6 @@ from relax_events.events.types import (
 )
 from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.stored_weights import StoredWeights
-from relax_events.kafka.corruption import damage_error
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
@@ -76,8 +75,7 @@ def read_ledger(config: RunConfig, *, on_progress: OnProgress = _say_nothing) ->
         on_progress: Called every 500 records with the number of records that are read and that
             there are; what it raises ends the reading.
     Raises:
-        BrokerError: A record with a decision of the trainer fails its checksum: without it nothing
-            can be verified.
+        BrokerError: A record fails its checksum: a log that can't be read is not called clean.
         ConfigError: The broker has no topics of this run.
     """
     with RunLog(config, name="ledger", with_versions=False) as run_log:
@@ -113,7 +111,6 @@ class LedgerReader:
         config = run_log.config
         own = [(TopicPlan.build_topic_name(config.run.id, entity), 0) for entity in DECISION_TOPICS]
         self._versions_partition, self._steps_partition, self._ends_partition = own
-        self._is_decision = frozenset(own)
         self._spans = stable_ranges(run_log, own)
         self._samples, self._queue = self._list_sample_partitions(), self._list_queue_partitions()
         self._spans |= {
@@ -276,7 +273,7 @@ class LedgerReader:
             for topic_partition, stop in stops.items()
             if stop > self._read_up_to[topic_partition]
         }
-        for record in self._log.records(spans, with_damaged=True):
+        for record in self._log.records(spans):
             self._process(record)
         self._read_up_to |= {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
@@ -288,11 +285,6 @@ class LedgerReader:
             (record.topic, record.partition),
             TopicOffset(record.topic, record.partition, record.offset),
         )
-        if record.is_damaged:
-            if topic_partition in self._is_decision:
-                raise damage_error(record.topic, record.partition, record.offset)
-            self._ledger.mark_damaged(at, key=record.key)
-            return
         events = self._log.decode_samples(record)
         if not events:
             self._ledger.count_unreadable()

@@ -17,7 +17,6 @@ from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.codec import EventCodec, UnknownFingerprint, schema_marker
 from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, PolicyVersionPublished, PromptGroupEnded
-from relax_events.history.altered_batches import verify_altered_log
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
@@ -79,7 +78,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         self.topics = frozenset(self._admin.topics(self.plan.topic("")))
         require_run(config, self.topics)
         self.connection = Connection.from_config(config.broker, client_id=f"{config.run.id}.{name}")
-        verify_altered_log(self._admin, self.connection, self.topics)
         self._readers: list[LogReader] = []
         self._idle: list[LogReader] = []
         self._seen_ends: dict[TopicPartition, int] = {}
@@ -90,10 +88,6 @@ class RunLog(AbstractContextManager["RunLog"]):
         if (
             with_versions and self.plan.source_run_id
         ):  # a replay's samples are another run's, at the offsets of that run's versions
-            source_topics = self._admin.topics(
-                TopicPlan.build_topic_name(self.plan.source_run_id, "")
-            )
-            verify_altered_log(self._admin, self.connection, source_topics)
             self._learn_schemas(self.plan.source_run_id)
             self._owning_versions = self._read_versions(self.plan.source_run_id)
         self._outcomes: dict[str, DecodedRecord[PromptGroupEnded]] | None = None
@@ -239,12 +233,10 @@ class RunLog(AbstractContextManager["RunLog"]):
         with self._reader() as reader:
             return reader.watermarks(topic, partition)
 
-    def records(
-        self, spans: Mapping[TopicPartition, OffsetRange], *, with_damaged: bool = False
-    ) -> Iterator[Record]:
+    def records(self, spans: Mapping[TopicPartition, OffsetRange]) -> Iterator[Record]:
         """Read the records of these ranges, in order per partition, as `LogReader.stream` does."""
         with self._reader() as reader:
-            yield from reader.stream(spans, with_damaged=with_damaged)
+            yield from reader.stream(spans)
 
     @contextmanager
     def _reader(self) -> Iterator[LogReader]:

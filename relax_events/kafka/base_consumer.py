@@ -1,11 +1,8 @@
-"""The base of all consumers: polling records, and resuming behind truncated or damaged parts of a
-log.
-"""
+"""The base of all consumers: polling records, and resuming behind truncated parts of a log."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -13,8 +10,7 @@ from confluent_kafka import OFFSET_BEGINNING, KafkaError, KafkaException
 from confluent_kafka import TopicPartition as ClientPartition
 
 from relax_events.deadline import Deadline
-from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed
-from relax_events.kafka.batch_verification import BatchVerifier, is_verification_enabled
+from relax_events.errors import AccessDenied, BrokerError, ClientFailed
 from relax_events.kafka.connection import (
     Connection,
     extract_error,
@@ -22,8 +18,8 @@ from relax_events.kafka.connection import (
     retry_while_unavailable,
     translate,
 )
-from relax_events.kafka.corruption import damage_error, read_damaged_records
 from relax_events.kafka.records import Record
+from relax_events.kafka.single_batches import build_fetch_settings
 from relax_events.kafka.stale_leaders import LeaderMonitor
 from relax_events.topics.partitions import TopicPartition
 
@@ -63,26 +59,18 @@ TRUNCATED_LOG = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
 
 
 def build_reader_settings() -> dict[str, Any]:
-    """Return the settings of all consumers. The client does not check checksums when a
-    `BatchVerifier` does.
-    """
-    return READER_SETTINGS | {"check_crcs": not is_verification_enabled()}
+    """Return the settings of all consumers."""
+    return READER_SETTINGS | build_fetch_settings()
 
 
 class BaseConsumer:
-    """Polls records, resumes behind truncated or damaged parts of a log, and reads watermarks."""
+    """Polls records, resumes behind truncated parts of a log, and reads watermarks."""
 
     def __init__(self, consumer: Any, connection: Connection) -> None:
         self._consumer = consumer
         self._connection = connection
         self._timeout_seconds = connection.request_timeout_seconds
         self._metadata_seconds = min(HANDOVER_SECONDS, self._timeout_seconds)
-        self._offset_after_damage: dict[TopicPartition, int] = {}
-        self._verifier = (
-            BatchVerifier(self._leader, timeout_seconds=self._timeout_seconds)
-            if is_verification_enabled()
-            else None
-        )
         self._leaders = LeaderMonitor(connection)
         self.positions: dict[TopicPartition, int] = {}
 
@@ -105,10 +93,8 @@ class BaseConsumer:
     def fetch(self, max_records: int = 500, *, timeout_seconds: float) -> list[Record]:
         """Return up to `max_records` records as soon as one is available; [] at the timeout.
 
-        A record batch that fails its checksum is skipped and replaced by records without values,
-        see `Record.is_damaged`.
-
         Raises:
+            BrokerError: A record fails its checksum.
             BrokerRefused: The broker has denied access for longer than the request timeout, or
                 denies reading.
             ClientFailed: This client waits for records from brokers that no longer lead.
@@ -126,67 +112,16 @@ class BaseConsumer:
             [first, *self._consumer.consume(max_records - 1, 0)] if max_records > 1 else [first]
         )
         return [
-            to_record(found)
-            for found in self._valid_messages(messages, with_damaged=True)
-            if not is_partition_end(found)
+            Record.from_message(message)
+            for message in self._valid_messages(messages)
+            if not is_partition_end(message)
         ]
 
-    def _valid_messages(self, messages: Iterable[Any], *, with_damaged: bool) -> Iterator[Any]:
-        """Yield records and partition ends, without the records that the client misread behind a
-        damaged batch.
-        """
-        passed: set[TopicPartition] = set()
-        for message in messages:
-            partition = (message.topic(), message.partition())
-            if partition in passed:
-                continue
-            if is_checksum_failure(message):
-                if not with_damaged:
-                    raise damage_error(*partition, message.offset())
-                passed.add(partition)
-                yield from self._skip_damaged_batch(message)
-            elif self._is_late_misread(partition, message):
-                self._reassign(*partition, self._offset_after_damage[partition])
-                passed.add(partition)
-            elif self._is_record(message) or is_partition_end(message):
-                if partition in self._offset_after_damage:
-                    self._offset_after_damage[partition] = message.offset() + (
-                        not is_partition_end(message)
-                    )
-                yield (
-                    message
-                    if is_partition_end(message)
-                    else self._verify(message, with_damaged=with_damaged)
-                )
-
-    def _verify(self, message: Any, *, with_damaged: bool) -> Any:
-        """Return the message; or a damaged record without a value, if verification is enabled and
-        its record batch was altered.
-        """
-        partition = message.topic(), message.partition()
-        if (
-            self._verifier is None
-            or (altered := self._verifier.find_altered_batch(*partition, message.offset())) is None
-        ):
-            return message
-        if not with_damaged:
-            raise damage_error(*partition, altered.start)
-        return replace(Record.from_message(message), value=b"", is_damaged=True)
-
-    def _leader(self, topic: str, partition: int) -> Connection:
-        """Return a connection to the partition's leader."""
-        try:
-            found = self._consumer.list_topics(topic, timeout=self._metadata_seconds)
-            leader = found.brokers[found.topics[topic].partitions[partition].leader]
-        except KafkaException as exception:
-            raise self._connection.translate(
-                extract_error(exception), f"asking who leads {topic}[{partition}]"
-            ) from exception
-        except KeyError:
-            raise BrokerUnavailable(
-                f"{topic}[{partition}] has no leader; check that all brokers run"
-            ) from None
-        return replace(self._connection, bootstrap_servers=f"{leader.host}:{leader.port}")
+    def _valid_messages(self, messages: Iterable[Any]) -> Iterator[Any]:
+        """Yield records and partition ends."""
+        return (
+            message for message in messages if is_partition_end(message) or self._is_record(message)
+        )
 
     def _read_known_leaders(self) -> dict[TopicPartition, int]:
         """Return the node ids of the leaders of the read partitions, by the metadata that this
@@ -218,52 +153,6 @@ class BaseConsumer:
             "the worker"
         )
 
-    def _is_late_misread(self, partition: TopicPartition, message: Any) -> bool:
-        """Return whether the message is a delayed error about misread bytes behind a damaged
-        batch.
-        """
-        expected, error = self._offset_after_damage.get(partition), message.error()
-        if expected is None or error is None:
-            return False
-        return error.code() == KafkaError._NOT_IMPLEMENTED or (
-            error.code() in TRUNCATED_LOG and message.offset() != expected
-        )
-
-    def _skip_damaged_batch(self, message: Any) -> list[Record]:
-        """Resume behind a record batch that was altered on the broker's disk, and log the gap."""
-        topic, partition, first = message.topic(), message.partition(), message.offset()
-        low, high = self.watermarks(topic, partition)
-        if not low <= first < high:
-            raise damage_error(topic, partition, first)
-        if self._verifier is None:
-            records, stop = read_damaged_records(
-                self._connection,
-                READER_SETTINGS,
-                topic=topic,
-                partition=partition,
-                first=first,
-                high=high,
-            )
-            log.error(
-                "record_batch.damaged",
-                topic=topic,
-                partition=partition,
-                offset=first,
-                num_records=len(records),
-                resumed_at=stop,
-            )
-        elif (altered := self._verifier.find_altered_batch(topic, partition, first)) is None:
-            raise damage_error(topic, partition, first)
-        else:
-            stop = min(altered.stop, high)
-            records = [
-                Record(topic, partition, offset, "", b"", {}, 0, is_damaged=True)
-                for offset in range(first, stop)
-            ]
-        self._offset_after_damage[topic, partition] = stop
-        self._reassign(topic, partition, stop)
-        return records
-
     def _check_access(self) -> None:
         """Raise if the broker denies access; a broker that responds to a metadata request does
         not.
@@ -280,6 +169,13 @@ class BaseConsumer:
         error = message.error()
         if error is None:
             return True
+        if error.code() == KafkaError._BAD_MSG:
+            raise BrokerError(
+                f"record {message.topic()}[{message.partition()}]@{message.offset()} fails its "
+                "checksum: its bytes were altered on the broker's disk; restore the partition from "
+                "a replica (delete its folder on the broker that leads it), or fork the run from "
+                "an older version"
+            )
         if error.code() in TRUNCATED_LOG:
             self._resume_truncated_log(message.topic(), message.partition())
         elif error.code() in TRANSIENT or error.retriable():
@@ -373,7 +269,6 @@ class BaseConsumer:
 
     def seek(self, topic: str, partition: int, offset: int) -> None:
         """Continue reading a partition at `offset`."""
-        self._offset_after_damage.pop((topic, partition), None)
         try:
             self._consumer.seek(ClientPartition(topic, partition, offset))
         except KafkaException as exception:
@@ -434,33 +329,9 @@ class BaseConsumer:
     def close(self) -> None:
         """Close the consumer."""
         self._consumer.close()
-        if self._verifier is not None:
-            self._verifier.close()
 
 
-def is_checksum_failure(message: Any) -> bool:
-    """Return whether a message reports a record batch that fails its checksum."""
-    return message.error() is not None and message.error().code() == KafkaError._BAD_MSG
-
-
-def is_partition_end(found: Any) -> bool:
+def is_partition_end(message: Any) -> bool:
     """Return whether a message reports the end of a partition."""
-    return (
-        not isinstance(found, Record)
-        and found.error() is not None
-        and found.error().code() == KafkaError._PARTITION_EOF
-    )
-
-
-def locate_message(found: Any) -> tuple[TopicPartition, int]:
-    """Return the partition and offset of a client message or of a record."""
-    return (
-        ((found.topic, found.partition), found.offset)
-        if isinstance(found, Record)
-        else ((found.topic(), found.partition()), found.offset())
-    )
-
-
-def to_record(found: Any) -> Record:
-    """Convert a client message to a record; return a record unchanged."""
-    return found if isinstance(found, Record) else Record.from_message(found)
+    error = message.error()
+    return error is not None and error.code() == KafkaError._PARTITION_EOF

@@ -17,11 +17,8 @@ from relax_events.kafka.base_consumer import (
     BaseConsumer,
     build_reader_settings,
     is_partition_end,
-    locate_message,
-    to_record,
 )
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.corruption import damage_error
 from relax_events.kafka.records import Record, to_logged_record
 from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
 from relax_events.topics.partitions import TopicPartition
@@ -96,7 +93,6 @@ class LogReader(BaseConsumer):
             AccessDenied: This principal may not see a topic; the client would wait for its records
                 for ever without an error.
         """
-        self._offset_after_damage.clear()
         self.positions = dict(start)
         for topic in {topic for topic, _ in start} - self._checked_topics:
             self._has_partition(topic)
@@ -159,8 +155,6 @@ class LogReader(BaseConsumer):
             for record in self.fetch(2000, timeout_seconds=0.5):
                 progress = time.monotonic()
                 if (record.partition, record.offset) in wanted:
-                    if record.is_damaged:
-                        raise damage_error(topic, record.partition, record.offset)
                     found[record.partition, record.offset] = record
             if time.monotonic() - progress > self._timeout_seconds:
                 partition, offset = min(wanted - found.keys())
@@ -214,9 +208,7 @@ class LogReader(BaseConsumer):
             )
         )
 
-    def stream(
-        self, ranges: Mapping[TopicPartition, tuple[int, int]], *, with_damaged: bool = False
-    ) -> Iterator[Record]:
+    def stream(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Iterator[Record]:
         """Yield the records of these offset ranges, in order per partition, and end. Only
         prefetched records are held in memory.
 
@@ -224,15 +216,12 @@ class LogReader(BaseConsumer):
 
         Args:
             ranges: First offset and the offset behind the last, by partition.
-            with_damaged: Whether to yield records that fail their checksum, without values, instead
-                of raising an error.
         Raises:
             BrokerError: A record fails its checksum.
             BrokerUnavailable: The log could not be read within the request timeout without any
                 progress.
         """
-        for found in self._messages(ranges, with_damaged=with_damaged):
-            yield to_record(found)
+        yield from map(Record.from_message, self._messages(ranges))
 
     def read_backwards(
         self, partition: TopicPartition, *, num_offsets: int = FIRST_RANGE_OFFSETS
@@ -261,23 +250,21 @@ class LogReader(BaseConsumer):
         """Yield the same as `stream`, as raw bytes."""
         yield from map(to_logged_record, self._messages(ranges))
 
-    def _messages(
-        self, ranges: Mapping[TopicPartition, tuple[int, int]], *, with_damaged: bool = False
-    ) -> Iterator[Any]:
+    def _messages(self, ranges: Mapping[TopicPartition, tuple[int, int]]) -> Iterator[Any]:
         open_partitions = {partition for partition, (start, stop) in ranges.items() if start < stop}
         if not open_partitions:
             return
         self.assign({partition: ranges[partition][0] for partition in open_partitions})
         progress = time.monotonic()
         while open_partitions:
-            for found in self._valid_messages(self._poll_messages(), with_damaged=with_damaged):
-                partition, offset = locate_message(found)
+            for message in self._valid_messages(self._poll_messages()):
+                partition, offset = (message.topic(), message.partition()), message.offset()
                 progress = time.monotonic()
                 if partition not in open_partitions:
                     continue
-                if not is_partition_end(found) and offset < ranges[partition][1]:
-                    yield found
-                if is_partition_end(found) or offset + 1 >= ranges[partition][1]:
+                if not is_partition_end(message) and offset < ranges[partition][1]:
+                    yield message
+                if is_partition_end(message) or offset + 1 >= ranges[partition][1]:
                     self._finish_range(partition, open_partitions)
             if time.monotonic() - progress > self._timeout_seconds:
                 raise BrokerUnavailable(

@@ -27,9 +27,6 @@ class Record:
     value: bytes
     headers: Mapping[str, str]
     timestamp_ms: int
-    is_damaged: bool = False
-    """Whether its record batch fails its checksum. The value is then empty, and key and headers are
-    unverified."""
 
     @classmethod
     def from_message(cls, message: Any) -> Record:

@@ -4,6 +4,7 @@ together.
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -27,9 +28,8 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.batch_verification import VARIABLE as VERIFY_BATCHES
-from relax_events.kafka.batch_verification import enable_verification
 from relax_events.kafka.credentials import build_worker_credentials
+from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.launcher.device_assignment import DeviceAssignment
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment
@@ -289,7 +289,7 @@ class Supervisor:
             self._config.workers.max_restarts, is_elastic=managed.is_elastic
         )
         if ending.has_client_abort:
-            self._enable_batch_verification()
+            self._fetch_single_batches()
         if ending.code in FATAL_CODES or is_too_often:
             return self._abandon(managed, ending)
         delay = (
@@ -310,15 +310,14 @@ class Supervisor:
         what = KILLED if is_commanded else f"died: {ending.text[:MAX_NOTE]}"
         return f"{ending.worker_id} {what}; it is restarted; log: {ending.log_path}"
 
-    def _enable_batch_verification(self) -> None:
-        """Verify record batches in this process and in all workers that start from now on: Kafka's
-        client would abort again.
+    def _fetch_single_batches(self) -> None:
+        """Fetch single record batches in this process and in all workers that start from now on:
+        Kafka's client would abort again, and name no batch.
         """
-        enable_verification()
-        self._environment[VERIFY_BATCHES] = "1"
+        os.environ[SINGLE_BATCHES] = self._environment[SINGLE_BATCHES] = "1"
         for managed in self._processes.values():
             managed.requests = {
-                name: replace(order, environment=order.environment | {VERIFY_BATCHES: "1"})
+                name: replace(order, environment=order.environment | {SINGLE_BATCHES: "1"})
                 for name, order in managed.requests.items()
             }
 

@@ -35,7 +35,7 @@ is searched for it."""
 CLIENT_ABORT_TEXT = (
     "ended by SIGABRT: Kafka's client aborted while it parsed a record batch "
     "whose checksum fails; processes that start from now on "
-    "verify record batches themselves (RELAX_EXAMINE_RECORDS=1)"
+    "fetch single record batches, to name it (RELAX_FETCH_SINGLE_BATCHES=1)"
 )
 
 

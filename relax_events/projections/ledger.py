@@ -143,15 +143,6 @@ class Ledger:
         """Count a record that can't be decoded: it may be refused, it must not be trained."""
         self.num_unreadable += 1
 
-    def mark_damaged(self, at: TopicOffset, *, key: str) -> None:
-        """Mark a record that fails its checksum: its content about the prompt group that its key
-        names can't be verified.
-        """
-        self.num_unreadable += 1
-        self._evidence.damaged_groups.add(key)
-        if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES:
-            self._evidence.damaged_positions.add((at.partition, at.offset))
-
     def finalize(self, below: int) -> None:
         """Check and drop the facts of versions and train steps below this one, all of whose events
         have been applied.
@@ -386,10 +377,8 @@ class Ledger:
         return [str(finding) for finding in self.findings()]
 
     def unverified(self) -> list[str]:
-        """Return what can't be verified because of a purge or damage; nothing where all records are
-        kept.
-        """
-        because = "since their records are purged or damaged"
+        """Return what can't be verified because of a purge; nothing where all records are kept."""
+        because = "since their records are purged"
         return [
             f"that {claim.format(count)}, {because}"
             for claim, count in self._all_totals().unverified.items()

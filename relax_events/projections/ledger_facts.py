@@ -1,5 +1,5 @@
 """The facts that the ledger checks: what the records say about one prompt group and one train step,
-and which records are purged or damaged and so can't be expected.
+and which records are purged and so can't be expected.
 """
 
 from __future__ import annotations
@@ -197,28 +197,22 @@ def find_contradiction(event: TrainStepCommitted) -> str:
 
 @dataclass(slots=True)
 class Evidence:
-    """Which records may be missing from the log: purged, or damaged on disk.
+    """Which records may be missing from the log.
 
     Attributes:
         purged: What a purge may have deleted; None where the log was never purged.
-        damaged_groups: Prompt groups with a record that fails its checksum.
-        damaged_positions: Partition and offset of damaged records of trained samples.
     """
 
     purged: PurgedRanges | None
-    damaged_groups: set[str] = field(default_factory=set)
-    damaged_positions: set[tuple[int, int]] = field(default_factory=set)
 
     def is_missing(self, sample: Trained) -> bool:
-        """Return whether the record of a trained sample is damaged or purged."""
-        position = (sample.partition, sample.offset)
-        return position in self.damaged_positions or self.is_purged(TRAINING_SAMPLES, *position)
+        """Return whether the record of a trained sample is purged."""
+        return self.is_purged(TRAINING_SAMPLES, sample.partition, sample.offset)
 
-    def may_lack(self, group: GroupFacts, entity: str, partition: int, version: int) -> bool:
-        """Return whether records of a prompt group may be purged or damaged."""
-        return group.group_id in self.damaged_groups or (
-            self.purged is not None
-            and self.purged.may_have_purged_version(entity, partition, version)
+    def may_lack(self, entity: str, partition: int, version: int) -> bool:
+        """Return whether records of a version may be purged."""
+        return self.purged is not None and self.purged.may_have_purged_version(
+            entity, partition, version
         )
 
     def is_purged(self, entity: str, partition: int, offset: int) -> bool:

@@ -54,11 +54,7 @@ class GroupCheck:
         where = f"{group.group_id} in train step {_join(group.train_steps)}"
         if is_external(group.group_id):
             findings.add(Rule.EXTERNAL_TRAINED, where)
-        elif not (
-            group.is_issued
-            or self.evidence.lost_issue(group)
-            or group.group_id in self.evidence.damaged_groups
-        ):
+        elif not (group.is_issued or self.evidence.lost_issue(group)):
             findings.add(Rule.NEVER_ISSUED, where)
         if not self.is_replay:
             num_expected = group.num_samples or next(

@@ -117,7 +117,7 @@ class PublishedVersions:
             self._reader = LogReader(self._connection, fetch_wait_ms=1)
         end = self._reader.watermarks(*self._topic_partition)[1]
         spans = {self._topic_partition: (self._position, end)}
-        for record in self._reader.stream(spans, with_damaged=True):
+        for record in self._reader.stream(spans):
             with suppress(CorruptRecord, SchemaError):
                 event = self._codec.decode(record.value)
                 if isinstance(event, PolicyVersionPublished):

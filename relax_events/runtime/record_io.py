@@ -24,7 +24,6 @@ from relax_events.events.sample_columns import (
     split_samples,
 )
 from relax_events.events.types import Event, Sample
-from relax_events.kafka.corruption import CHECKSUM_FAILURE
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.runtime.control_view import ControlView
@@ -183,12 +182,6 @@ class RecordIO:
         decoded becomes a dead letter and gives none.
         """
         self.traces.add_record(record)
-        if record.is_damaged:
-            self.dead_letter(
-                record,
-                CorruptRecord(CHECKSUM_FAILURE),
-            )
-            return []
         try:
             return self.fetch_samples(self.decode_value(record.value))
         except (CorruptRecord, SchemaError, ObjectError) as error:

@@ -22,7 +22,7 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
+from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.launcher.managed_process import Fencing, Progress
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT
@@ -134,10 +134,10 @@ def test_dead_worker_is_restarted_and_reported_with_its_error_and_log(
     assert supervisor.fenced == {}
 
 
-def test_all_workers_verify_records_after_a_client_misread_the_log(
+def test_all_workers_fetch_single_batches_after_a_client_misread_the_log(
     make_run_config: MakeRunConfig, ended: MakeEnded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(EXAMINE, "")
+    monkeypatch.setenv(SINGLE_BATCHES, "")
     supervisor = ended(make_run_config(), "misread")
     assert (
         f"controller-0 died: {CLIENT_ABORT_TEXT}; it is restarted; log: "
@@ -146,7 +146,7 @@ def test_all_workers_verify_records_after_a_client_misread_the_log(
     orders = [
         order for managed in supervisor._processes.values() for order in managed.requests.values()
     ]
-    assert {os.environ[EXAMINE], *(order.environment[EXAMINE] for order in orders)} == {"1"}
+    assert {os.environ[SINGLE_BATCHES], *(order.environment[SINGLE_BATCHES] for order in orders)} == {"1"}
 
 
 def died_again(supervisor: Supervisor, progress: Progress) -> list[str]:

@@ -1,29 +1,29 @@
-"""Bytes of the log are altered on the broker's disk: no worker trains on them or loops over them,
-and the ledger still balances.
+"""Bytes of the log are altered on the broker's disk: no worker trains on them, the error names the
+record, and the run resumes once the bytes are restored.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Consumer, KafkaError
+from confluent_kafka import TopicPartition as ClientPartition
 from disk import BatchOnDisk, batches
-from harness import BROKER_SECONDS, PATIENCE_SECONDS, FaultRun, assert_ledger_balances
+from harness import PATIENCE_SECONDS, FaultRun, assert_ledger_balances
 from node import Node, choose_ports
 
-from relax_events.errors import BrokerError
-from relax_events.events.codec import EventCodec
-from relax_events.events.parts import Outcome
-from relax_events.events.types import PromptGroupEnded
+from relax_events.errors import BrokerError, RunFailed
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.topics.plan import TopicSpec
 
 READERS = ("reward", "reference", "actor", "advantage")
@@ -50,10 +50,14 @@ def newest_batches(node: Node, topic: str, num_partitions: int) -> dict[int, Bat
 
 
 @pytest.mark.long
-def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
+def test_altered_samples_end_the_run_by_name_and_are_trained_once_restored(
     start_run: Callable[..., FaultRun], broker: Node
 ) -> None:
-    run = start_run(run={"num_steps": 24}, broker={"bootstrap_servers": broker.bootstrap_servers})
+    run = start_run(
+        run={"num_steps": 24},
+        broker={"bootstrap_servers": broker.bootstrap_servers},
+        workers={"max_restarts": 1},
+    )
     run.start()
     run.wait_until_steps(4)
     topic, num_partitions = run.plan.topic("rollout.samples"), run.plan.num_sample_partitions
@@ -87,41 +91,24 @@ def test_altered_samples_are_never_trained_and_their_prompt_groups_fail(
         batch.flip_a_bit()
     broker.start()
     run.process.send_signal(signal.SIGCONT)
-    run.recovers_within(BROKER_SECONDS)
+    assert run.process.wait(PATIENCE_SECONDS) == RunFailed.exit_code
+    complaint = run.output.read_text()
+    named = re.search(rf"record {re.escape(topic)}\[(\d+)\]@(\d+) fails its checksum", complaint)
+    assert named, complaint[-2000:]
+    assert altered[int(named[1])].first == int(named[2])
+    assert {line["code"] for line in run.logged("run", "worker.died")} <= {
+        -signal.SIGKILL,
+        -signal.SIGABRT,
+        3,
+    }, "only the client library may stumble, over what it takes for records behind the batch"
 
-    assert run.wait_until_ended(run.process) == 0
+    broker.stop()
+    for batch in altered.values():
+        batch.flip_a_bit()
+    broker.start()
+    assert run.wait_until_ended(run.start()) == 0
     ledger = assert_ledger_balances(run)
-    assert ledger["records_unreadable"] == sum(
-        batch.last - batch.first + 1 for batch in altered.values()
-    ), "the ledger counts the gap"
-    assert ledger["outcomes"]["failed"] >= len(altered)
-    met = [line for worker_id in readers for line in run.logged(worker_id, "record_batch.damaged")]
-    assert {(line["partition"], line["offset"]) for line in met} == {
-        (partition, batch.first) for partition, batch in altered.items()
-    }
-    died = [
-        (line["worker_id"], line["code"])
-        for line in run.logged("run", "worker.died")
-        if line["code"] != -signal.SIGKILL
-    ]
-    assert {code for _, code in died} <= {-signal.SIGABRT}, (
-        "only the client library may stumble, over what it takes for records behind a damaged batch"
-    )
-    assert len(died) == len(set(died)), "who has died of it once checks record batches itself"
-
-    codec = EventCodec()
-    ends = [codec.decode(record.value) for record in run.records("control.prompt-group-outcomes")]
-    failed = {
-        event.prompt_group_id
-        for event in ends
-        if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED
-    }
-    named = {
-        record.key
-        for role in ("reward", "advantage")
-        for record in run.records(f"{role}.dead-letters")
-    }
-    assert named == failed, "the prompt groups that ended are those whose samples were altered"
+    assert (ledger["records_unreadable"], ledger["outcomes"]["failed"]) == (0, 0)
 
 
 @pytest.mark.long
@@ -150,13 +137,9 @@ def test_run_with_a_corrupt_train_step_record_is_not_resumed(
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("examines", ["", "1"])
-@pytest.mark.parametrize("position", ["middle", "end"])
-def test_readers_skip_an_altered_batch_once(
-    broker: Node, position: str, examines: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(EXAMINE, examines)
+@pytest.fixture
+def altered(broker: Node, position: str) -> BatchOnDisk:
+    """Write three record batches of five records, and alter one of them."""
     connection = Connection(broker.bootstrap_servers)
     Admin(connection).create([TopicSpec("altered", 1, 1, "")])
     producer = RecordProducer(connection)
@@ -169,27 +152,57 @@ def test_readers_skip_an_altered_batch_once(
         )
     producer.close()
     broker.stop()
-    altered = list(batches(broker.data / "altered-0"))[1 if position == "middle" else -1]
-    altered.flip_a_bit()
+    batch = list(batches(broker.data / "altered-0"))[1 if position == "middle" else -1]
+    batch.flip_a_bit()
     broker.start()
+    return batch
 
-    expected = [
-        (offset, altered.first <= offset <= altered.last, f"key-{offset % 5}")
-        for offset in range(15)
-    ]
+
+@pytest.mark.long
+@pytest.mark.parametrize("fetches_singly", ["", "1"])
+@pytest.mark.parametrize("position", ["middle", "end"])
+def test_readers_of_an_altered_batch_end_with_its_name(
+    broker: Node, altered: BatchOnDisk, fetches_singly: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SINGLE_BATCHES, fetches_singly)
+    connection = Connection(broker.bootstrap_servers)
     group = SubscribedConsumer(connection, consumer_group="readers", topics=["altered"])
+
+    def read(reader: LogReader | SubscribedConsumer) -> None:
+        while True:
+            offsets.extend(record.offset for record in reader.fetch(1, timeout_seconds=1.0))
+
     for reader in (LogReader(connection, start={("altered", 0): 0}), group):
-        records: list[Record] = []
-        while not records or records[-1].offset < 14:
-            records += reader.fetch(timeout_seconds=1.0)
-        assert [(record.offset, record.is_damaged, record.key) for record in records] == expected
-        assert all((record.value == b"") == record.is_damaged for record in records)
-        assert reader.fetch(timeout_seconds=2.0) == [], "nothing is read twice"
+        offsets: list[int] = []
+        with pytest.raises(BrokerError, match=rf"altered\[0\]@{altered.first} fails its checksum"):
+            read(reader)
+        assert offsets == list(range(altered.first)), (
+            "nothing of it, and nothing behind it, is read"
+        )
         reader.close()
     reader = LogReader(connection)
-    assert [
-        record.offset for record in reader.stream({("altered", 0): (0, 15)}, with_damaged=True)
-    ] == list(range(15))
     with pytest.raises(BrokerError, match=rf"altered\[0\]@{altered.first} fails its checksum"):
         reader.read_to_end([("altered", 0)])
     reader.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("position", ["middle"])
+def test_client_never_reads_on_behind_an_altered_batch(broker: Node, altered: BatchOnDisk) -> None:
+    """Fails when librdkafka's bug is gone: delete `relax_events/kafka/single_batches.py`."""
+    client = Consumer(
+        {
+            "bootstrap.servers": broker.bootstrap_servers,
+            "group.id": "raw",
+            "check.crcs": True,
+            "auto.offset.reset": "error",
+        }
+    )
+    client.assign([ClientPartition("altered", 0, altered.first)])
+    num_reports = 0
+    while num_reports < 3:
+        message = client.poll(PATIENCE_SECONDS)
+        assert message is not None
+        assert message.error() is not None, "it has read on: the bug is gone"
+        num_reports += message.error().code() == KafkaError._BAD_MSG
+    client.close()

@@ -14,7 +14,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
 from relax_events.objects.version_objects import list_stored_versions
 
-BECAUSE = "since their records are purged or damaged"
+BECAUSE = "since their records are purged"
 ALWAYS_UNPROVEN = {
     f"that the record of {{}} trained samples is the one that the train step names, {BECAUSE}",
     f"that {{}} prompt groups were issued before they ended, {BECAUSE}",

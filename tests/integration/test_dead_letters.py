@@ -25,9 +25,6 @@ from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleColumns, SampleReady
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
-from relax_events.kafka.batch_verification import VARIABLE as EXAMINE
-from relax_events.kafka.batch_verification import is_verification_enabled
-from relax_events.kafka.corruption import CHECKSUM_FAILURE
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.objects import ObjectStore
@@ -146,22 +143,6 @@ def requeue_all(written: WrittenRun, selection: Selection | None = None) -> int:
             (selection or Selection(all_roles=True)).choose(read_dead_letters(log)),
             written.producer,
         )
-
-
-@pytest.mark.parametrize("is_altered", [False, True])
-def test_log_with_an_altered_record_batch_is_read_with_verification(
-    written: WrittenRun,
-    dead_letter: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    is_altered: bool,
-) -> None:
-    monkeypatch.setenv(EXAMINE, "0")
-    written.write_bytes("rollout.samples", b"garbage", group_id=GROUP, version=0)
-    dead_letter("reward", "rollout.samples", CorruptRecord("no event"))
-    if is_altered:
-        dead_letter("advantage", "rollout.samples", CorruptRecord(CHECKSUM_FAILURE))
-    with RunLog(written.config, name="test"):
-        assert is_verification_enabled() == is_altered
 
 
 def test_dead_letters_are_listed_with_reason_and_origin(

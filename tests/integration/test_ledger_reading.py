@@ -153,7 +153,7 @@ def test_ledger_lists_claims_unverifiable_because_records_were_purged(
     assert read.totals()["samples_purged"] == gone
     assert (
         f"that {gone} trained samples were generated as they were trained, since their "
-        "records are purged or damaged"
+        "records are purged"
     ) in read.unverified()
 
 

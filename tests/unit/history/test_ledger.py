@@ -221,26 +221,6 @@ def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> N
     }
 
 
-def test_damaged_record_leaves_its_prompt_group_unverified() -> None:
-    run = ValidRun(6)
-    partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/0")
-    ledger = Ledger(1)
-    for at, event in run.items():
-        if (at.topic, at.partition, at.offset) == (
-            run.plan.topic("advantage.samples"),
-            partition,
-            offset,
-        ):
-            ledger.mark_damaged(at, key="000003-0000-0")
-        else:
-            ledger.apply(event, at)
-    assert ledger.problems() == []
-    assert [claim.partition(",")[0] for claim in ledger.unverified()] == [
-        "that the record of 1 trained samples is the one that the train step names"
-    ]
-    assert ledger.totals()["staleness_counts"] == [4, 20]
-
-
 class GrowingLog:
     """A reader of topics on which a step is committed while their end offsets are queried."""
 
