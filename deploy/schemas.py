@@ -24,7 +24,6 @@ KINDS = {
     "batch/v1": ("Job",),
     "networking.k8s.io/v1": ("NetworkPolicy",),
     "policy/v1": ("PodDisruptionBudget",),
-    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
 }
 """The kinds of Kubernetes itself, by API version."""
 RESOURCES = (

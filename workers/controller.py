@@ -20,8 +20,6 @@ from relax_events.config import RunConfig
 from relax_events.controller.api_server import ApiServer, is_served
 from relax_events.controller.autoscaler import Autoscaler
 from relax_events.controller.health import HealthLimits, decide
-from relax_events.controller.kubernetes_client import KubernetesClient
-from relax_events.controller.kubernetes_scaler import KubernetesScaler
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
 from relax_events.controller.retention import RetentionManager, num_versions_needed
 from relax_events.controller.rollout_capacity import read_share_group_size
@@ -111,16 +109,6 @@ class ControllerLoop:
         )
         self._scaling = ScalingService(ScaleState(), bounds, self._emit, record=self._record_change)
         self._projections = ProjectionGroup(self._state, self._health, self._scaling.state)
-        self._kubernetes = (
-            KubernetesScaler(
-                KubernetesClient.from_pod(),
-                self._config.scaling.kubernetes_release,
-                bounds,
-                self._scaling.state,
-            )
-            if bounds.is_on_kubernetes
-            else None
-        )
         self._autoscaler = Autoscaler(self._config, self._state, self._scaling)
         worker.metrics.registry.register(ScaleMetrics(self._scaling.state, bounds))
         self._purger = Purger(
@@ -149,7 +137,6 @@ class ControllerLoop:
                 )
             while not worker.drain.requested:
                 self._step()
-            self._reconcile_pods()
             self._wait_for_last_scrape()
         self._purger.close()
         self._admin.close()
@@ -163,7 +150,6 @@ class ControllerLoop:
         self._measure_queue()
         self._autoscaler.poll(now=now_micros(), num_unfinished=self._metrics.num_queued)
         self._scaling.reconcile()
-        self._reconcile_pods()
         self._check_partitions()
         for entity, count in self._retention.purge_if_due().items():
             self._worker.metrics.count_purged(entity, count)
@@ -301,11 +287,6 @@ class ControllerLoop:
             dataclasses.replace(self._limits, pipeline=frozenset()) if is_trained else self._limits
         )
         self._emit(decide(self._health, limits, now=now_micros()))
-
-    def _reconcile_pods(self) -> None:
-        """Let Kubernetes start and end elastic workers, where it does."""
-        if self._kubernetes is not None:
-            self._emit(self._kubernetes.reconcile())
 
     def _check_own_liveness(self, _: Event) -> None:
         """End this process when its work loop hangs: no other process watches the controller.

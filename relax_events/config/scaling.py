@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.external_values import FilePath, Listener, Names
+from relax_events.config.external_values import FilePath, Listener
 
-RELEASE_PATTERN = r"^([a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?)?$"
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -82,17 +81,17 @@ class ScalingConfig(Section):
     on_partial_failure: Literal["rollback", "keep"] = "rollback"
     """What happens to the other workers of a request when one fails to start: they are removed, or
     stay."""
-    kubernetes_release: Annotated[str, Field(pattern=RELEASE_PATTERN), Names.NOTHING] = ""
-    """On Kubernetes the Helm release of the run. The controller sets the replicas of the
-    StatefulSets RELEASE-ROLE, with the token of its pod. Our chart sets it; empty elsewhere."""
+    external_autoscaler: bool = False
+    """Whether an autoscaler outside the run, such as KEDA, sets the number of a role's pods to
+    `relax_workers_desired`. A worker's index is then its pod's ordinal. Our chart sets it."""
     autoscaler: AutoscalerConfig = AutoscalerConfig()
     """When the number of rollout workers is changed by itself."""
 
     @model_validator(mode="after")
     def _fits_stateful_sets(self) -> ScalingConfig:
-        if self.kubernetes_release and self.on_partial_failure == "keep":
+        if self.external_autoscaler and self.on_partial_failure == "keep":
             raise ValueError(
-                "scaling.on_partial_failure = 'keep' and scaling.kubernetes_release exclude each "
+                "scaling.on_partial_failure = 'keep' and scaling.external_autoscaler exclude each "
                 "other: a StatefulSet removes only its last pods, so one that failed in the middle "
                 "can't leave; set scaling.on_partial_failure = 'rollback'"
             )

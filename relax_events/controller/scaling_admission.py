@@ -14,6 +14,8 @@ from relax_events.controller.scaling_bounds import DEFAULT_MODEL, ScalingBounds,
 from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
 from relax_events.projections.scaling import ElasticWorker, ScaleState
 
+TOLERANCE = 0.1
+
 
 class RejectedError(Exception):  # a response to the caller, no error of the run
     """A scale command that can't be carried out; the text names the reason and the remedy."""
@@ -107,6 +109,7 @@ def admit(
     )
     if isinstance(found, str):
         return Admission(None, False, found)
+    _require_beyond_tolerance(state, bounds, pool, command, num_changed=len(found))
     if (other := state.open_request(pool.model)) is not None:
         raise ConflictError(
             f"request {other.request_id} for {pool.model} is {other.status.value}; wait for "
@@ -145,7 +148,7 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
             f"timeout_secs must be >= {pool.least_timeout / MICROS:g}, got "
             f"{command.timeout_seconds:g}: {least}; leave it out"
         )
-    if bounds.is_on_kubernetes and (command.urls or command.force):
+    if bounds.has_external_autoscaler and (command.urls or command.force):
         raise RejectedError(
             "engine_urls: the pods of a StatefulSet are alike, so none attaches to a server of its "
             "own; set engine.sglang.urls in the run file"
@@ -153,7 +156,7 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
             else "force: Kubernetes gives every pod its terminationGracePeriodSeconds to drain; "
             "leave force out"
         )
-    if not bounds.is_supervised and not bounds.is_on_kubernetes:
+    if not bounds.is_supervised and not bounds.has_external_autoscaler:
         remedy = (
             f"scale the service {pool.role} where it was started, or by KEDA; see "
             "docs/how-to/scaling.md"
@@ -161,6 +164,27 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
         raise RejectedError(
             "the workers of this run were not started by `relax run`, so this controller can't "
             f"start or end one; {remedy}"
+        )
+
+
+def _require_beyond_tolerance(
+    state: ScaleState,
+    bounds: ScalingBounds,
+    pool: WorkerPool,
+    command: ScaleCommand,
+    *,
+    num_changed: int,
+) -> None:
+    """Refuse a change that Kubernetes' HorizontalPodAutoscaler, and so KEDA, would ignore.
+
+    Source: kubernetes.io, "Horizontal Pod Autoscaling", tolerance 0.1.
+    """
+    num_workers = pool.num_at_start + len(state.remaining_workers(pool.role))
+    larger = num_workers + (num_changed if command.kind is Kind.OUT else 0)
+    if bounds.has_external_autoscaler and num_changed <= TOLERANCE * larger:
+        raise RejectedError(
+            f"{num_workers} workers of {pool.model} would change by {num_changed}: Kubernetes "
+            "ignores a change of at most a tenth; change more workers at once"
         )
 
 
@@ -195,7 +219,7 @@ def _workers_to_add(
     there = state.remaining_workers(pool.role)
     num_there = pool.num_at_start + len(there)
     first = state.next_index(pool.role, num_at_start=pool.num_at_start)
-    if bounds.is_on_kubernetes:
+    if bounds.has_external_autoscaler:
         first = num_there  # a StatefulSet's next pod
         if (leaving := state.workers.get(f"{pool.role}-{first}")) is not None:
             raise ConflictError(f"{leaving.worker_id} still leaves; repeat the call once it has")

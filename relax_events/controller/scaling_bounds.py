@@ -59,8 +59,9 @@ class ScalingBounds:
     first_version: int
     is_supervised: bool
     """Whether a `relax run` starts the workers."""
-    is_on_kubernetes: bool = False
-    """Whether this controller scales StatefulSets, whose pods have the indices from 0 on."""
+    has_external_autoscaler: bool = False
+    """Whether an autoscaler sets StatefulSets' replicas to the desired numbers. Their pods have the
+    indices from 0 on."""
 
     @classmethod
     def from_config(
@@ -83,7 +84,7 @@ class ScalingBounds:
             keeps_partial=scaling.on_partial_failure == "keep",
             first_version=config.first_version,
             is_supervised=is_supervised,
-            is_on_kubernetes=bool(config.scaling.kubernetes_release) and not is_supervised,
+            has_external_autoscaler=config.scaling.external_autoscaler and not is_supervised,
         )
 
 

@@ -7,7 +7,8 @@
     in    PENDING ─▶ DRAINING ─all have sent STOPPED─▶ REMOVING ─all have exited─▶ COMPLETED
 
 `relax run` reads the same log: it starts a request's workers from CREATING on, ends those that
-leave, and reports each exit.
+leave, and reports each exit. Where an autoscaler outside starts and ends pods, it reads the desired
+numbers as a metric and reports nothing: exits are then derived from heartbeats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import RunCommanded
 from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
-from relax_events.projections.scaling import ScaleState, is_running
+from relax_events.projections.scaling import DesiredState, ExitReason, ScaleState, is_running
 
 OUT_STAGES = (Status.CREATING, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY)
 
@@ -147,6 +148,28 @@ def _next_in(
         are_done = all(_has_stopped(state, worker_id) for worker_id in missing)
         return request.status_command(Status.REMOVING, now=now) if are_done else None
     return None if missing else request.status_command(Status.COMPLETED, now=now)
+
+
+def find_exits(state: ScaleState, bounds: ScalingBounds, *, now: int) -> list[RunCommanded]:
+    """Return the exits of the leaving workers that an external autoscaler has ended.
+
+    A worker without a heartbeat has not started, and its pod is no longer desired. Nothing else
+    names a pod that was killed than its silence.
+    """
+    if not bounds.has_external_autoscaler:
+        return []
+    exits = []
+    for worker in state.workers.values():
+        heartbeat = state.last_heartbeats.get(worker.worker_id)
+        if worker.desired_state is not DesiredState.LEAVING:
+            continue
+        if heartbeat is None:
+            exits.append(worker.exit_command(ExitReason.ABSENT, "it had not started"))
+        elif heartbeat.state is WorkerState.STOPPED:
+            exits.append(worker.exit_command(ExitReason.DRAINED, "it drained"))
+        elif now - heartbeat.sent_at > bounds.confirm:
+            exits.append(worker.exit_command(ExitReason.KILLED, "it is silent, and did not drain"))
+    return exits
 
 
 def _has_stopped(state: ScaleState, worker_id: str) -> bool:

@@ -22,7 +22,7 @@ from relax_events.controller.api_schemas import (
 )
 from relax_events.controller.scaling_admission import NotFoundError, RejectedError, ScaleCommand
 from relax_events.controller.scaling_bounds import ScalingBounds, WorkerPool
-from relax_events.controller.scaling_decisions import decide
+from relax_events.controller.scaling_decisions import decide, find_exits
 from relax_events.events.parts import now_micros
 from relax_events.events.types import ChangeRequested, RunCommanded
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
@@ -81,7 +81,10 @@ class ScalingService:
 
     def reconcile(self) -> None:
         """Advance every request as far as possible."""
-        while steps := decide(self.state, self.bounds, now=now_micros()):
+        while steps := [
+            *decide(self.state, self.bounds, now=now_micros()),
+            *find_exits(self.state, self.bounds, now=now_micros()),
+        ]:
             self._emit(steps)
 
     def scale(self, command: ScaleCommand, *, dry_run: bool) -> ApiResponse:

@@ -46,6 +46,9 @@ class Run:
     def __init__(self, config: RunConfig, connection: Connection, producer: RecordProducer) -> None:
         self.config, self.plan = config, TopicPlan.from_config(config)
         self._connection, self._producer = connection, producer
+        self.environment = {"RELAX_SUPERVISOR_PID": str(os.getpid())}
+        if config.scaling.external_autoscaler:
+            self.environment = {}
         config.run_directory.mkdir(parents=True, exist_ok=True)
         self.run_file = config.run_directory / "run.json"
         self.run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
@@ -64,7 +67,7 @@ class Run:
         with (self.config.run_directory / "log").open("ab") as log:
             return subprocess.Popen(
                 words,
-                env=os.environ | {"RELAX_SUPERVISOR_PID": str(os.getpid())},
+                env=os.environ | self.environment,
                 stdout=log,
                 stderr=log,
             )
@@ -146,6 +149,27 @@ def run(
     yield opened
     opened.process.kill()
     opened.process.wait(10)
+
+
+@pytest.mark.timeout(300)
+def test_requests_end_by_heartbeats_where_an_autoscaler_starts_and_ends_the_pods(
+    apply_run: Callable[..., RunConfig], connection: Connection, producer: RecordProducer
+) -> None:
+    config = apply_run(scaling={"api": "on", "external_autoscaler": True})
+    run = Run(config, connection, producer)
+    try:
+        grown = str(run.call("POST", "scale_out", {"num_replicas": 3})["request_id"])
+        run.until(grown, Status.CREATING)
+        run.heartbeats("rollout-1", "rollout-2", state=WorkerState.IDLE)
+        run.until(grown, Status.ACTIVE)
+        shrunk = str(run.call("POST", "scale_in", {"num_replicas": 1})["request_id"])
+        run.until(shrunk, Status.DRAINING)
+        run.kill_controller()
+        run.heartbeats("rollout-1", "rollout-2", state=WorkerState.STOPPED)
+        assert run.until(shrunk, Status.COMPLETED).workers == {}
+    finally:
+        run.process.kill()
+        run.process.wait(10)
 
 
 @pytest.mark.timeout(300)

@@ -37,6 +37,8 @@ ROLES = (
 STAGES = (
     "resources", "quickstart", "ranks", "delete", "kill", "drain", "scale", "keda", "upgrade", "second",
 )  # fmt: skip
+SCALED = {"scale", "keda"}
+"""Stages in which KEDA scales."""
 START_SECONDS, RUN_SECONDS = 900.0, 2400.0
 GOAL_REWARD, LAST_STEPS = 0.8, 10
 ENDLESS, STEPS_LEFT, FEW_STEPS = 1_000_000, 20, 15
@@ -180,7 +182,8 @@ def prove_faults(proof: Proof, stages: Sequence[str]) -> None:
     cluster = proof.cluster
     cluster.kubectl("delete", "secret", TOKEN_SECRET, "--ignore-not-found")
     cluster.kubectl("create", "secret", "generic", TOKEN_SECRET, f"--from-literal=token={token}")
-    words = ["--set", "scaling.by=api", *SCALING_TOKEN]
+    keda = f"scaling.by=api,scaling.keda.prometheus={proof.prometheus}"
+    words = ["--set", keda, *SCALING_TOKEN] if proof.prometheus else []
     release = proof.release("faults", num_steps=ENDLESS, words=words)
     with installed(proof, release) as steps:
         for stage in ("delete", "kill"):
@@ -244,13 +247,9 @@ def prove_resources(proof: Proof, folder: Path | None) -> None:
     for name in ("cluster", "existing") if folder is not None else ():
         number = resources.count_accepted(cluster, name, QUICKSTART)
         proof.state(f"the API server accepts all {number} resources of values-{name}.yaml")
-    release = proof.release("changes", words=["--set", "scaling.by=api", *SCALING_TOKEN])
+    release = proof.release("changes", words=[])
     release.uninstall()
     release.install()
-    resources.check_rights(release)
-    proof.state(
-        "the controller's service account may scale its release's workers, and nothing else"
-    )
     resources.upgrade_repeatedly(release)
     number = len(resources.CHANGES)
     proof.state(
@@ -314,10 +313,10 @@ def prove(arguments: argparse.Namespace, log: ProofLog) -> None:
     if not cluster.kubectl("get", "namespace", cluster.namespace, "--ignore-not-found"):
         cluster.kubectl("create", "namespace", cluster.namespace)
     stages: list[str] = arguments.stages or [
-        stage for stage in STAGES if stage != "keda" or arguments.prometheus
+        stage for stage in STAGES if stage not in SCALED or arguments.prometheus
     ]
-    if "keda" in stages and not arguments.prometheus:
-        raise KubernetesError("the stage keda needs --prometheus, which KEDA is to ask")
+    if SCALED & set(stages) and not arguments.prometheus:
+        raise KubernetesError("the stages scale and keda need --prometheus, which KEDA is to ask")
     with tempfile.TemporaryDirectory() as folder:
         values = [str(KIND), *arguments.values]
         proof = Proof(
@@ -334,9 +333,7 @@ def prove(arguments: argparse.Namespace, log: ProofLog) -> None:
             work.append(partial(prove_faults, proof, stages))
         for one in work:
             one()
-        write_report(
-            proof, machine, FOLDER if set(stages) >= set(STAGES) - {"keda"} else OWN_FOLDER
-        )
+        write_report(proof, machine, FOLDER if set(stages) >= set(STAGES) - SCALED else OWN_FOLDER)
 
 
 def main() -> int:
@@ -351,7 +348,7 @@ def main() -> int:
     parser.add_argument(
         "--prometheus", default="",
         help="address, from within the cluster, of a Prometheus that scrapes the releases as their "
-        "ServiceMonitor says; with it, and where KEDA runs, KEDA scales rollout too",
+        "ServiceMonitor says; with it, and where KEDA runs, rollout is scaled, by the API and by its queue",
     )  # fmt: skip
     parser.add_argument("--upgrade", default="", help="helm's options for the upgrade: new images")
     parser.add_argument(

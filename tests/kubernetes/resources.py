@@ -1,6 +1,4 @@
-"""What the API server alone decides: whether it accepts the chart's resources and their changes, and
-what the scaling API's controller may do.
-"""
+"""What the API server alone decides: whether it accepts the chart's resources and their changes."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.kubernetes.cluster import CHART, Cluster, KubernetesError
+from tests.kubernetes.cluster import CHART, Cluster
 from tests.kubernetes.release import Release
 
 CHANGES = (
@@ -25,16 +23,6 @@ CHANGES = (
     "scaling.by=none",
 )
 """Values that are changed one after the other, each by an upgrade of the release before it."""
-RIGHTS = (
-    ("patch", "statefulsets.apps/{name}-rollout", "scale", True),
-    ("get", "statefulsets.apps/{name}-rollout", "scale", True),
-    ("patch", "statefulsets.apps/{name}-trainer", "scale", False),
-    ("patch", "statefulsets.apps/other-rollout", "scale", False),
-    ("patch", "statefulsets.apps/{name}-rollout", "", False),
-    ("delete", "pods", "", False),
-    ("get", "secrets", "", False),
-)
-"""What the controller's service account may do, and what not: verb, resource, subresource."""
 
 
 def define_operators(cluster: Cluster, folder: Path) -> None:
@@ -70,21 +58,3 @@ def upgrade_repeatedly(release: Release, changes: Sequence[str] = CHANGES) -> No
         release.install()
     kept = json.loads(release.cluster.helm("history", release.name, "--output", "json"))
     release.cluster.helm("rollback", release.name, str(kept[0]["revision"]))
-
-
-def check_rights(release: Release) -> None:
-    """Ask the API server what the service account of the scaling API's controller may do.
-
-    Raises:
-        KubernetesError: It may do more or less than the chart says.
-    """
-    cluster = release.cluster
-    account = f"system:serviceaccount:{cluster.namespace}:{release.name}-controller"
-    for verb, resource, subresource, allowed in RIGHTS:
-        words = [verb, resource.format(name=release.name), "--as", account]
-        said = cluster.kubectl(
-            "auth", "can-i", *words, *(["--subresource", subresource] if subresource else []),
-            check=False,
-        )  # fmt: skip
-        if said.strip() != ("yes" if allowed else "no"):
-            raise KubernetesError(f"{account}: can-i {' '.join(words)} {subresource}: {said}")

@@ -50,11 +50,7 @@ def test_roles_enabled_by_default_are_those_of_the_quickstart() -> None:
 def test_pod_has_minimal_rights_and_limits(
     manifest: dict[str, Any], template: dict[str, Any]
 ) -> None:
-    spec = copy.deepcopy(template["spec"])
-    if spec["serviceAccountName"].endswith("-controller"):
-        assert spec["automountServiceAccountToken"] is True
-        spec["automountServiceAccountToken"] = False  # the API's controller scales with it
-    assert find_weaknesses(spec) == []
+    assert find_weaknesses(template["spec"]) == []
 
 
 def first(change: Callable[[dict[str, Any]], object]) -> list[str]:
@@ -289,18 +285,31 @@ def test_job_makes_the_folders_that_workers_mount() -> None:
     assert ".relax/media-cache .relax/runs/kind" in made
 
 
-def test_controller_may_only_scale_the_workers_of_its_release() -> None:
-    (role,) = find("existing", "Role").values()
-    (rule,) = role["rules"]
-    enabled = {name for name, given in VALUES["roles"].items() if given.get("enabled")}
-    assert rule == {
-        "apiGroups": ["apps"],
-        "resources": ["statefulsets/scale"],
-        "resourceNames": [f"existing-{role}" for role in ELASTIC_ROLES if role in enabled],
-        "verbs": ["get", "patch"],
-    }
-    assert not find("kind", "Role")
-    assert not find("cluster", "Role")
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_release_has_a_right_on_the_cluster(release: str) -> None:
+    assert not find(release, "Role")
+    assert not find(release, "RoleBinding")
+
+
+def test_api_scales_each_elastic_role_by_the_number_that_the_controller_desires() -> None:
+    enabled = {name for name, role in VALUES["roles"].items() if role.get("enabled")}
+    scaled = find("existing", "ScaledObject")
+    assert scaled.keys() == {f"existing-{role}" for role in ELASTIC_ROLES if role in enabled}
+    for name, found in scaled.items():
+        role, spec = name.removeprefix("existing-"), found["spec"]
+        assert spec["scaleTargetRef"] == {"kind": "StatefulSet", "name": name}
+        (trigger,) = spec["triggers"]
+        assert trigger["metadata"]["query"] == (
+            f'max(relax_workers_desired{{run="existing",role="{role}"}})'
+        )
+        assert (trigger["metadata"]["threshold"], trigger["metadata"]["ignoreNullValues"]) == (
+            "1",
+            "false",
+        ), "a pod for each desired worker, and no change without the metric"
+    pod = find("existing", "Deployment")["existing-controller"]["spec"]["template"]["spec"]
+    variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    assert variables["RELAX_SCALING__EXTERNAL_AUTOSCALER"] == "true"
+    assert variables["RELAX_SCALING__MAX_WORKERS"] == str(spec["maxReplicaCount"])
 
 
 def test_number_of_workers_is_left_to_what_scales_them() -> None:

@@ -12,8 +12,8 @@ metadata:
   annotations:
     checksum/run: {{ printf "%s%s" (include "relax.runFile" .root) (toJson $values.run.extraFiles) | sha256sum | trunc 16 | quote }}
 spec:
-  serviceAccountName: {{ if $usesApi }}{{ .root.Release.Name }}-controller{{ else }}{{ .root.Release.Name }}{{ end }}
-  automountServiceAccountToken: {{ $usesApi }}
+  serviceAccountName: {{ .root.Release.Name }}
+  automountServiceAccountToken: false
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ add (ceil $values.drainSeconds) 15 }}
   {{- if eq .kind "Job" }}
@@ -86,7 +86,8 @@ spec:
         - {name: RELAX_HTTP__ACCEPT_PLAIN, value: "true"}
         - {name: RELAX_SCALING__PORT, value: {{ $values.scaling.port | quote }}}
         - {name: RELAX_SCALING__TOKEN_FILE, value: /run/secrets/scaling/token}
-        - {name: RELAX_SCALING__KUBERNETES_RELEASE, value: {{ .root.Release.Name | quote }}}
+        - {name: RELAX_SCALING__EXTERNAL_AUTOSCALER, value: "true"}
+        - {name: RELAX_SCALING__MAX_WORKERS, value: {{ $values.scaling.keda.max | quote }}}
         {{- else }}
         - {name: RELAX_SCALING__API, value: "off"}
         {{- end }}
