@@ -109,8 +109,8 @@ class RewardConfig(ChosenReward):
         """All functions by the source whose samples they score; None stands for the samples of all
         others.
         """
-        own: dict[str | None, ChosenReward] = {None: self}
-        return own | dict(self.routes)
+        default: dict[str | None, ChosenReward] = {None: self}
+        return default | dict(self.routes)
 
     @property
     def judged_sources(self) -> frozenset[str | None]:

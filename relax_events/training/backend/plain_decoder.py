@@ -50,7 +50,7 @@ class PlainDecoder:
         positions: Int[Tensor, "rows length"],
         tree: PrefixTree | None,
         *,
-        wanted: Int[Tensor, " wanted"],
+        cells: Int[Tensor, " wanted"],
     ) -> Float[Tensor, "wanted hidden"]:
         """Return the hidden states after the last norm.
 
@@ -58,7 +58,7 @@ class PlainDecoder:
             tokens: Padded behind.
             positions: Of each token in its sequence.
             tree: Of all rows, end to end; None where each row is a sequence.
-            wanted: Cells of all rows, end to end, whose states are returned.
+            cells: Indices in all rows, end to end, of the states that are returned.
         """
         attend = self._attention(tokens.shape, tree)
         hidden = self._embed(tokens.flatten())
@@ -75,7 +75,7 @@ class PlainDecoder:
                 scale=layer.attention.scaling,
             )
             if layer is self._layers[-1]:
-                attended, hidden = attended.index_select(0, wanted), hidden.index_select(0, wanted)
+                attended, hidden = attended.index_select(0, cells), hidden.index_select(0, cells)
             hidden = layer.output(attended).add_(hidden)
             normed = _norm(hidden, layer.before_mlp)
             gated = layer.activation(layer.gate(normed)) * layer.up(normed)

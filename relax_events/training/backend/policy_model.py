@@ -230,7 +230,7 @@ class PolicyModel:
             return hidden.flatten(0, 1).index_select(0, cells)
         is_separate = (batch.position_ids == np.arange(input_ids.shape[1])).all()
         tree = None if is_separate else batch.tree or in_one_row(batch).tree
-        return self._decoder(input_ids, position_ids, tree, wanted=cells)
+        return self._decoder(input_ids, position_ids, tree, cells=cells)
 
     def _goes_by_sequence(self, batch: PackedBatch) -> bool:
         """Return whether a GPU has less work when long rows become sequences of a tree: it has fast
@@ -265,10 +265,10 @@ class PolicyModel:
         tree, cells = PrefixTree(*map(np.array, trees[0])), torch.arange(len(positions))
         ways = (
             self._hidden(ids, position_ids, tree)[0],
-            decoder(ids, position_ids, tree, wanted=cells),
+            decoder(ids, position_ids, tree, cells=cells),
         )
-        expected, found = (_states_and_gradients(hidden, base.layers[0]) for hidden in ways)
-        difference = max(map(_relative_difference, found, expected))
+        expected, outputs = (_states_and_gradients(hidden, base.layers[0]) for hidden in ways)
+        difference = max(map(_relative_difference, outputs, expected))
         if difference > MAX_ROUNDING:
             log.warning("plain_decoder.differs", largest=difference)
             return None
@@ -471,5 +471,5 @@ def _states_and_gradients(hidden: Tensor, layer: nn.Module) -> list[Tensor]:
     return [hidden.detach(), *torch.autograd.grad((hidden * weights).sum(), parameters)]
 
 
-def _relative_difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+def _relative_difference(outputs: Tensor, expected: Tensor) -> float:
+    return float((outputs - expected).norm() / expected.norm().clamp(min=1e-30))

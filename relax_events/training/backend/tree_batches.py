@@ -91,7 +91,7 @@ class TreeBatches:
         # A lookup, since its backward pass adds rows without sorting their numbers.
         pairs = embedding(self._keys, torch.cat((key, value), 1))
         outputs = []
-        for mask, own, pair in zip(
+        for mask, block_queries, pair in zip(
             self._masks,
             queries.split(self._num_queries),
             pairs.split(self._num_keys),
@@ -99,7 +99,7 @@ class TreeBatches:
         ):
             keys, values = pair.view(len(mask), mask.shape[3], 2, num_groups, -1).unbind(2)
             attended = scaled_dot_product_attention(
-                own.view(len(mask), num_groups, mask.shape[2], -1),
+                block_queries.view(len(mask), num_groups, mask.shape[2], -1),
                 keys.transpose(1, 2),
                 values.transpose(1, 2),
                 attn_mask=mask,
@@ -165,7 +165,7 @@ def _padded_size(block: Sequence[NDArray[np.int64]]) -> tuple[int, ...]:
 
 def _pad(cells: Sequence[NDArray[np.int64]], length: int) -> Int64[np.ndarray, "blocks length"]:
     steps = np.arange(length)
-    return np.stack([own[np.minimum(steps, len(own) - 1)] for own in cells])
+    return np.stack([block_cells[np.minimum(steps, len(block_cells) - 1)] for block_cells in cells])
 
 
 def _mask(
