@@ -209,7 +209,5 @@ def test_repository_address_refuses_when_scheme_is_unknown(monkeypatch: pytest.M
 def test_repository_address_is_the_public_one_when_nothing_is_set(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from jgo.constants import MAVEN_CENTRAL_URL
-
     monkeypatch.delenv("RELAX_MAVEN_REPOSITORY", raising=False)
-    assert read_repository_address() == MAVEN_CENTRAL_URL.rstrip("/")
+    assert read_repository_address() == "https://repo.maven.apache.org/maven2"

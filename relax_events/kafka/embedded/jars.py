@@ -140,6 +140,7 @@ class _ProgressLines:
 
 
 REPOSITORY_VARIABLE = "RELAX_MAVEN_REPOSITORY"
+MAVEN_CENTRAL = "https://repo.maven.apache.org/maven2"
 _NUM_THREADS = 8
 _NUM_ATTEMPTS = 3
 _CHUNK_BYTES = 1 << 18
@@ -155,14 +156,7 @@ def read_repository_address() -> str:
     Raises:
         ConfigError: `RELAX_MAVEN_REPOSITORY` is neither an http(s) nor a file address.
     """
-    address = os.environ.get(REPOSITORY_VARIABLE)
-    if address is None:
-        from jgo.constants import (
-            # jgo has the public address; only a download should pay for its import
-            MAVEN_CENTRAL_URL,
-        )
-
-        return str(MAVEN_CENTRAL_URL).rstrip("/")
+    address = os.environ.get(REPOSITORY_VARIABLE, MAVEN_CENTRAL)
     if urlsplit(address).scheme not in {"http", "https", "file"}:
         raise ConfigError(
             f"{REPOSITORY_VARIABLE} must start with http://, https:// or file://, got "
