@@ -1,5 +1,5 @@
 """What a change of a key does to a run that resumes. Each key or section says so with its type; a
-key without a rule has that of its section.
+key without a rule has that of its section (ADR 54).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The rules between keys of different sections. A rule is a function that gives a sentence for each
-violation: the keys, their values, the reason and the remedy.
+violation: the keys, their values, the reason and the remedy (ADR 54).
 """
 
 from __future__ import annotations

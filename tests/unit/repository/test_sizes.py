@@ -102,7 +102,7 @@ def test_library_is_within_its_limits() -> None:
     assert not violations, "\n".join(violations)
 
 
-def test_processes_are_started_in_named_places() -> None:
+def test_only_named_files_start_processes() -> None:
     files = {
         str(path.relative_to(sizes.ROOT))
         for path in (sizes.ROOT / "relax_events").rglob("*.py")
