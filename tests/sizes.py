@@ -233,7 +233,7 @@ def find_violations(sizes: Sizes, limits: Sizes) -> list[str]:
                 sentences.append(f"{table}.{name} is {size}, above its limit of {limit}")
             elif 2 * compute_limit(table, name, size) - size < limit:
                 sentences.append(
-                    f"{table}.{name} is {size}, far below its limit of {limit}; "
+                    f"{table}.{name} is {size}, below its limit of {limit}; "
                     "lower the limits: python -m tests.sizes --lower"
                 )
         gone = limits.get(table, {}).keys() - measures.keys()

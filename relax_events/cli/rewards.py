@@ -22,13 +22,13 @@ from relax_events.cli.parameters import (
     RunFile,
     Versions,
 )
+from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
     from relax_events.config import RewardConfig, RunConfig
     from relax_events.rewards.comparison import Comparison
 
 LINE_SECONDS = 5.0
-CHECK_FOUND = 6
 NUM_EXAMPLES = 10
 app = App(
     name="rewards",
@@ -101,7 +101,6 @@ def score(
     from relax_events.cli.output import print_json
     from relax_events.cli.reward_rendering import print_all_scored, print_scored
     from relax_events.config import RewardConfig
-    from relax_events.errors import ConfigError
     from relax_events.rewards.pool import RewardItem
     from relax_events.rewards.trial import (
         FunctionScorer,
@@ -130,7 +129,7 @@ def score(
         print_scored(scored[0])
     else:
         print_all_scored(scored)
-    return CHECK_FOUND if any(one.error is not None for one in scored) else 0
+    return CheckFailed.exit_code if any(one.error is not None for one in scored) else 0
 
 
 @app.command
@@ -172,7 +171,6 @@ def compare(
     from relax_events.cli.reward_rendering import print_comparison
     from relax_events.cli.run_reader import note_unreadable
     from relax_events.config import RewardConfig
-    from relax_events.errors import ConfigError
     from relax_events.history.run_log import RunLog
     from relax_events.history.samples.filter import parse_bounds
     from relax_events.ops.rescoring import read_completions
@@ -280,7 +278,7 @@ def rescore(
     print_comparison(comparison, output, {"topic": topic})
     pearson = comparison.pearson
     is_low = fail_below is not None and (pearson is None or pearson < fail_below)
-    return CHECK_FOUND if is_low else 0
+    return CheckFailed.exit_code if is_low else 0
 
 
 def _find_limits(config: RunConfig) -> RewardConfig:

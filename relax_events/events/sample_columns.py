@@ -73,7 +73,7 @@ def _make_columns(
 ) -> type[SampleColumns]:
     """Make the dataclass of a record of samples: the Avro record of the same name."""
     marks = [_find_column(hint) for hint in hints.values()]
-    made: list[Any] = [("lengths", Array)] if Column.TOKENS in marks else []
+    column_fields: list[Any] = [("lengths", Array)] if Column.TOKENS in marks else []
     for column, (name, hint) in zip(marks, hints.items(), strict=True):
         kind: Any = hint if column is None else hint.__origin__
         default = _find_default(fields[name])
@@ -81,10 +81,10 @@ def _make_columns(
             kind, default = types.GenericAlias(list, (kind,)), default and list
         elif column is Column.PACKED:
             kind, default = Array | None if default else Array, default and _nothing
-        made.append((name, kind, _make_field(default)))
+        column_fields.append((name, kind, _make_field(default)))
     return dataclasses.make_dataclass(
         sample.__name__.replace("Sample", "Samples"),
-        made,
+        column_fields,
         bases=(SampleColumns,),
         namespace={"__module__": __name__},
         slots=True,

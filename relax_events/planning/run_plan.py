@@ -28,7 +28,6 @@ CPU = "CPU"
 PLANNED_BACKENDS = ("torch", "megatron")
 NO_CHANGE = "no setting of this backend makes it fit"
 DEVICE_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
-SCORING_ROLES = ("reference", "actor-forward", "teacher")
 UTILISATION, BANDWIDTH_UTILISATION = 0.4, 0.6
 """Shares of a device's speed and bandwidth that training and decoding are reckoned to reach."""
 

@@ -44,7 +44,7 @@ PAIR = {
 }
 
 
-def file_of(header: Any, num_bytes: int = 12) -> bytes:
+def build_file(header: Any, num_bytes: int = 12) -> bytes:
     """Return a file with this header and so many bytes of values."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
@@ -52,7 +52,7 @@ def file_of(header: Any, num_bytes: int = 12) -> bytes:
 
 def with_b(**properties: Any) -> bytes:
     """Return a file of two tensors, the second with other properties."""
-    return file_of(PAIR | {"b": PAIR["b"] | properties})
+    return build_file(PAIR | {"b": PAIR["b"] | properties})
 
 
 DAMAGED_FILES = {
@@ -64,18 +64,18 @@ DAMAGED_FILES = {
     ),
     "no header": (bytes(16), "its header must have 1 to 8 bytes, got 0"),
     "a truncated header": (
-        file_of(PAIR)[:60],
+        build_file(PAIR)[:60],
         f"its header must have 1 to 52 bytes, got {len(json.dumps(PAIR))}",
     ),
-    "no JSON": (file_of(b"{nonsense"), "its header must be JSON (unexpected character"),
-    "no object": (file_of([1]), "its header must be a JSON object, got [1]"),
-    "deep JSON": (file_of(b"[" * 9000), "its header must be JSON (depth limit exceeded"),
+    "no JSON": (build_file(b"{nonsense"), "its header must be JSON (unexpected character"),
+    "no object": (build_file([1]), "its header must be a JSON object, got [1]"),
+    "deep JSON": (build_file(b"[" * 9000), "its header must be JSON (depth limit exceeded"),
     "no properties": (
-        file_of({"a": 1}),
+        build_file({"a": 1}),
         "its header must give dtype, shape and data_offsets of each tensor (TypeError: ",
     ),
     "no shape": (
-        file_of({"a": {"dtype": "F32", "data_offsets": [0, 8]}}),
+        build_file({"a": {"dtype": "F32", "data_offsets": [0, 8]}}),
         "its header must give dtype, shape and data_offsets of each tensor (KeyError: 'shape')",
     ),
     "an unknown dtype": (with_b(dtype="F128"), "dtype of tensor b must be known, got 'F128'"),
@@ -112,11 +112,11 @@ DAMAGED_FILES = {
         "tensor b must begin at byte 8, where the one before it ends, got 9",
     ),
     "truncated values": (
-        file_of(PAIR)[:-1],
+        build_file(PAIR)[:-1],
         "its tensors must have 11 bytes, as many as follow the header, got 12",
     ),
     "bytes behind the values": (
-        file_of(PAIR, 13),
+        build_file(PAIR, 13),
         "its tensors must have 13 bytes, as many as follow the header, got 12",
     ),
 }
@@ -241,7 +241,7 @@ def test_damaged_index_gets_one_error_from_each_reader_of_a_folder(
     config: RunConfig, case: str
 ) -> None:
     path = config.model.path
-    (path / "model-1.safetensors").write_bytes(file_of(PAIR))
+    (path / "model-1.safetensors").write_bytes(build_file(PAIR))
     expected = damage(path, "model.safetensors.index.json", *DAMAGED_INDEXES[case])
     texts = {name: refusal(lambda door=door: door(config)) for name, door in DOORS.items()}  # type: ignore[misc]
     assert texts == dict.fromkeys(DOORS, texts["launcher"])
@@ -295,8 +295,8 @@ def test_files_that_the_index_does_not_name_are_no_weights(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
         StoredTensors.from_folder(tmp_path)
     for name, content in {
-        "model-1.safetensors": file_of(PAIR),
-        "model-2.safetensors": file_of({"c": PAIR["a"]}, 8),
+        "model-1.safetensors": build_file(PAIR),
+        "model-2.safetensors": build_file({"c": PAIR["a"]}, 8),
         "consolidated.safetensors": b"of another kind",
         "model.safetensors.index.json": json.dumps(
             {"weight_map": {"a": "model-1.safetensors", "c": "model-2.safetensors"}}

@@ -69,8 +69,8 @@ def test_measure_above_far_below_or_without_its_limit_is_a_violation() -> None:
     measures = {"whole": {"files": 801, "code_lines": 1959, "floors": 18, "new": 3}}
     assert sizes.find_violations(measures, limits) == [
         "whole.files is 801, above its limit of 800",
-        f"whole.code_lines is 1959, far below its limit of 2000; {remedy}",
-        f"whole.floors is 18, far below its limit of 19; {remedy}",
+        f"whole.code_lines is 1959, below its limit of 2000; {remedy}",
+        f"whole.floors is 18, below its limit of 19; {remedy}",
         "whole.new is 3 and has no limit in tests/sizes.toml",
         "whole.gone has a limit, but is no more",
     ]
