@@ -29,7 +29,6 @@ def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
     run.signal(
         signal.SIGSTOP, "trainer-0"
     )  # so that there is work left, however long two workers take to start
-    assert stat.S_IMODE((run.folder / "api-token").stat().st_mode) == 0o600
     run.process.send_signal(
         signal.SIGSTOP
     )  # so that the request is open until it has been asked for again
@@ -39,6 +38,7 @@ def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
         "PENDING",
         ["rollout-1", "rollout-2"],
     )
+    assert stat.S_IMODE((run.folder / "api-token").stat().st_mode) == 0o600
     grown = answer["request_id"]
     assert scale(run, "out", "--replicas", "3", "--key", "grow")[1]["request_id"] == grown
     assert scale(run, "in", "--replicas", "1", "--yes")[0] == 6, "the first request is open"
