@@ -117,9 +117,11 @@ def sglang_python(tmp_path_factory: pytest.TempPathFactory, gate_file: Path) -> 
     return gated_interpreter(python, tmp_path_factory.mktemp("gated"), gate_file)
 
 
-def pytest_runtest_teardown() -> None:
-    """Let no test inherit a log that writes to the streams of the one before."""
+def pytest_runtest_setup() -> None:
+    """Let each test log to its own stderr, as a command does: its stdout is for data, and it
+    inherits no log that writes to the streams of the test before."""
     structlog.reset_defaults()
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.stderr))
 
 
 @pytest.hookimpl(wrapper=True)

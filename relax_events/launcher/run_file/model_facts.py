@@ -10,7 +10,10 @@ from relax_events.errors import ConfigError
 from relax_events.model_folder import get_text_config, read_model_json
 from relax_events.model_folder.tensors import require_layouts
 
-DTYPES = ("bfloat16", "float16", "float32")
+GIGA = 1e9
+TRAINED_BYTES_PER_PARAMETER = 16
+"""Weights and gradients in float32, and AdamW's two moments; activations come on top."""
+SERVED_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,20 @@ class ModelFacts:
     max_context_tokens: int
     dtype: str
     architecture: str
+
+    def describe_memory(self) -> str:
+        """Return what an engine and a trainer need, without activations and cache."""
+        served = self.num_parameters * SERVED_BYTES[self.dtype]
+        trained = self.num_parameters * TRAINED_BYTES_PER_PARAMETER
+        return (
+            f"{self.num_parameters / 1e6:,.1f} million parameters: an engine holds "
+            f"{_format_bytes(served)} of weights, a trainer {_format_bytes(trained)} of weights, "
+            "gradients and AdamW's moments; cache and activations come on top"
+        )
+
+
+def _format_bytes(count: int) -> str:
+    return f"{count / GIGA:,.1f} GB" if count >= GIGA else f"{count / 1e6:,.1f} MB"
 
 
 def read_model_facts(folder: Path) -> ModelFacts:
@@ -41,6 +58,6 @@ def read_model_facts(folder: Path) -> ModelFacts:
     return ModelFacts(
         num_parameters=sum(prod(layout.shape) for layout in layouts.values()),
         max_context_tokens=int(text.get("max_position_embeddings") or 0),
-        dtype=dtype if dtype in DTYPES else "float32",
+        dtype=dtype if dtype in SERVED_BYTES else "float32",
         architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
     )

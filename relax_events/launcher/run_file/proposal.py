@@ -66,6 +66,12 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
         if wishes.reward
         else propose_reward(rows, columns)
     )
+    has_template = _has_template(model)
+    if columns.media and not has_template:
+        raise ConfigError(
+            f"model {model} has no chat template, which places the data's media in a prompt; take "
+            "a model whose tokenizer brings one"
+        )
     settings = DataConfig(
         source=source,
         split=wishes.split,
@@ -73,7 +79,7 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
         answer_key=columns.answer,
         multimodal_keys=columns.media,  # type: ignore[arg-type] # checked by pydantic
         system_prompt=reward.system_prompt,
-        chat_template=_has_template(model),
+        chat_template=has_template,
     )
     longest = 0 if settings.multimodal_keys else measure_prompts(model, settings)
     room = divide_context(facts, reward, longest)

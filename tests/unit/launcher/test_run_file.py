@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from relax_events.errors import ConfigError
 from relax_events.launcher.run_file.columns import Columns, guess_columns, propose_reward
 from relax_events.launcher.run_file.model_facts import read_model_facts
-from relax_events.launcher.run_file.proposal import divide_context
+from relax_events.launcher.run_file.proposal import Wishes, divide_context, propose_run_file
 
 MESSAGES = [{"role": "user", "content": "why"}]
 ANSWERED = [*MESSAGES, {"role": "assistant", "content": "so"}]
@@ -114,6 +115,19 @@ def test_model_facts_come_from_its_files(tmp_path: Path) -> None:
     assert divide_context(facts, reward, 40) == (50, 50)
     with pytest.raises(ConfigError, match="reads at most 100 tokens, and a prompt has 100"):
         divide_context(facts, reward, 100)
+
+
+def test_run_file_is_proposed_with_a_reason_for_each_value(tmp_path: Path) -> None:
+    write_model(tmp_path, {"architectures": ["Qwen3VL"], "dtype": "bfloat16"})
+    data = tmp_path / "rows.jsonl"
+    row = {"problem": "<image> 2 + 2", "images": ["a.png"], "answer": "4"}
+    data.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ConfigError, match="has no chat template, which places the data's media"):
+        propose_run_file("mine", tmp_path, data, Wishes())
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    run_file = propose_run_file("mine", tmp_path, data, Wishes())
+    assert tomllib.loads(run_file)["data"]["multimodal_keys"] == {"image": "images"}
+    assert "an engine holds 0.0 MB of weights, a trainer 0.0 MB of weights, gradients" in run_file
 
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
