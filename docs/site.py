@@ -39,7 +39,6 @@ MOVED = {
 FOLDERS = {
     "tutorials": ("Tutorials", "教程"),
     "how-to": ("How-to guides", "操作指南"),
-    "how-to/alerts": ("Alerts", "告警"),
     "migration": ("Migration", "迁移"),
     "explanation": ("Explanation", "原理"),
     "reference": ("Reference", "参考"),
@@ -128,8 +127,6 @@ class Pages:
         for path in self.of(name):
             title = self._titles.get((path, is_chinese)) or self._titles[path, False]
             lines.append(f"- [{title}]({Path(path).name})")
-        inner = [one for one in FOLDERS if Path(one).parent.as_posix() == name]
-        lines += [f"- [{FOLDERS[one][is_chinese]}]({Path(one).name}/index.md)" for one in inner]
         self._write(Path(name) / f"index{ZH if is_chinese else MD}", "\n".join(lines) + "\n")
 
     def _write(self, path: Path, text: str) -> None:
@@ -160,7 +157,7 @@ class Pages:
                     "tutorials/index.md",
                 ]
             },
-            {"How-to": [*section("how-to"), {"Alerts": section("how-to/alerts")}]},
+            {"How-to": section("how-to")},
             {"Concepts": ["architecture.md", "glossary.md", *section("explanation")]},
             {"Reference": section("reference")},
             {"Benchmarks": "benchmarks.md"},

@@ -250,7 +250,7 @@ class ControllerLoop:
             self._stop(
                 reason=(
                     f"{what}; {last}; see the log of trainer-0 and "
-                    "docs/how-to/alerts/relax-step-not-finite.md"
+                    "docs/how-to/alerts.md#relaxstepnotfinite"
                 )
             )
 

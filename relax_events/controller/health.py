@@ -227,7 +227,7 @@ def _escalate(
         text = (
             f"{reason}; nor did {len(restores)} pipeline restarts "
             "(health.max_pipeline_restarts); see "
-            "docs/how-to/alerts/relax-run-aborted.md"
+            "docs/how-to/alerts.md#relaxrunaborted"
         )
         return [
             RunCommanded(

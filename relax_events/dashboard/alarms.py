@@ -88,7 +88,7 @@ def find_alarms(
                 "dead_letters",
                 "warning",
                 oldest_dead_letter_at,
-                "relax-dead-letters-arriving",
+                "RelaxDeadLettersArriving",
                 values,
             )
         )
@@ -102,14 +102,14 @@ def _of_the_run(fold: RunFold) -> Iterator[Alarm]:
     ended = fold.state.ended
     if ended is not None and not ended.succeeded:
         yield Alarm(
-            "run_failed", "critical", ended.commanded_at, "relax-run-aborted", {"why": ended.reason}
+            "run_failed", "critical", ended.commanded_at, "RelaxRunAborted", {"why": ended.reason}
         )
     if fold.state.num_consecutive_failures:
         yield Alarm(
             "groups_failing",
             "critical",
             fold.failing_since,
-            "relax-prompt-groups-failing",
+            "RelaxPromptGroupsFailing",
             {"count": fold.state.num_consecutive_failures, "why": fold.state.last_failure},
         )
     if fold.state.num_updates_skipped:
@@ -117,7 +117,7 @@ def _of_the_run(fold: RunFold) -> Iterator[Alarm]:
             "updates_skipped",
             "critical" if fold.state.num_consecutive_skips else "warning",
             fold.skipped_at,
-            "relax-step-not-finite",
+            "RelaxStepNotFinite",
             {"count": fold.state.num_updates_skipped},
         )
     for act in fold.health.interventions[-5:]:
@@ -125,7 +125,7 @@ def _of_the_run(fold: RunFold) -> Iterator[Alarm]:
             "worker_restarted",
             "warning",
             act.at,
-            "relax-worker-restarted-often",
+            "RelaxWorkerRestartedOften",
             {"worker": act.worker_id, "why": act.symptom.value},
         )
 
@@ -152,7 +152,7 @@ def _of_learning(
                 "reward_collapsed",
                 "critical",
                 since,
-                "relax-reward-collapsed",
+                "RelaxRewardCollapsed",
                 {"best": best, "newest": newest},
             )
 
@@ -174,15 +174,13 @@ def _of_workers(fold: RunFold, now: int) -> Iterator[Alarm]:
                 "worker_silent",
                 "critical",
                 heartbeat.sent_at,
-                "relax-controller-silent"
-                if heartbeat.role == "controller"
-                else "relax-worker-silent",
+                "RelaxControllerSilent" if heartbeat.role == "controller" else "RelaxWorkerSilent",
                 {"worker": heartbeat.worker_id},
             )
     for role in fold.config.roles() if alive else ():
         if role not in alive:
             yield Alarm(
-                "role_without_worker", "critical", 0, "relax-role-without-worker", {"role": role}
+                "role_without_worker", "critical", 0, "RelaxRoleWithoutWorker", {"role": role}
             )
 
 
@@ -191,7 +189,7 @@ def _stuck(heartbeat: WorkerHeartbeat) -> Alarm:
         "worker_stuck",
         "critical",
         heartbeat.activity_since or 0,
-        "relax-engine-stuck" if heartbeat.role == "rollout" else "relax-worker-silent",
+        "RelaxEngineStuck" if heartbeat.role == "rollout" else "RelaxWorkerSilent",
         {"worker": heartbeat.worker_id, "activity": heartbeat.activity},
     )
 
@@ -206,7 +204,7 @@ def _of_progress(fold: RunFold, now: int) -> Iterator[Alarm]:
             "run_stalled",
             "critical",
             steps[-1].committed_at,
-            "relax-run-stalled",
+            "RelaxRunStalled",
             {"seconds": silent, "interval": rates.step_seconds},
         )
     waiting = rates.phase_ratios.get("wait", 0.0)
@@ -215,6 +213,6 @@ def _of_progress(fold: RunFold, now: int) -> Iterator[Alarm]:
             "trainer_starved",
             "warning",
             steps[0].committed_at,
-            "relax-trainer-starved",
+            "RelaxTrainerStarved",
             {"ratio": waiting},
         )

@@ -116,19 +116,19 @@ class RunRegistry:
         return here.model_copy(update={name: getattr(shape, name) for name in SHAPE_KEYS})
 
 
-def find_runbook(name: str) -> str:
-    """Return the text of an alert's page.
+def find_runbook(alert: str) -> str:
+    """Return what the page of alerts says about an alert.
 
     Raises:
-        ConfigError: There is none of this name.
+        ConfigError: The page has no such alert.
     """
     here = Path(__file__).parent
-    if not name.replace("-", "").isalnum():
-        raise ConfigError(f"{name[:64]!r} is no name of a runbook")
-    for folder in (here / "runbooks", here.parents[1] / "docs" / "how-to" / "alerts"):
-        if (path := folder / f"{name}.md").is_file():
-            return path.read_text("utf-8")
-    raise ConfigError(f"there is no runbook {name!r}; see docs/how-to/alerts")
+    packaged, checkout = here / "alerts.md", here.parents[1] / "docs" / "how-to" / "alerts.md"
+    text = (packaged if packaged.is_file() else checkout).read_text("utf-8")
+    for section in text.split("\n## ")[1:]:
+        if section.partition("\n")[0] == alert:
+            return f"# {section.rstrip()}\n"
+    raise ConfigError(f"there is no runbook {alert[:64]!r}; see docs/how-to/alerts.md")
 
 
 def _read_dead_letters(config: RunConfig) -> list[dict[str, Any]]:

@@ -185,7 +185,7 @@ def test_pipeline_is_restarted_and_then_the_run_aborted_if_still_stuck(
     assert run.state.ended.reason.startswith("rollout-0 has had work for ")
     assert run.state.ended.reason.endswith(
         "1 restarts did not help; nor did 1 pipeline restarts (health.max_pipeline_restarts); see "
-        "docs/how-to/alerts/relax-run-aborted.md"
+        "docs/how-to/alerts.md#relaxrunaborted"
     )
 
 

@@ -1,5 +1,5 @@
 """The alerts of compose/prometheus: every alert has test cases, its metrics exist, and it links to
-a page.
+what to do.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import yaml
 
 from relax_events.config import RunConfig
 from relax_events.controller.metrics import HealthMetrics, RunMetrics
+from relax_events.dashboard.registry import find_runbook
 from relax_events.projections.health import HealthState
 from relax_events.projections.run_state import RunState
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics
@@ -36,15 +37,16 @@ def test_every_alert_has_a_firing_and_a_non_firing_test_case() -> None:
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
-def test_alert_links_to_a_runbook_page_of_its_name(rule: dict[str, Any]) -> None:
+def test_alert_links_to_what_to_do(rule: dict[str, Any]) -> None:
     assert re.fullmatch("(Relax)([A-Z][a-z]+)+", rule["alert"])
-    assert rule["labels"]["severity"] in ("info", "warning", "critical")
-    page = (ROOT / rule["annotations"]["runbook"]).read_text()
-    assert page.startswith(f"# {rule['alert']}\n")
-    assert (
-        f"[{rule['alert']}](alerts/{Path(rule['annotations']['runbook']).name})"
-        in (ROOT / "docs" / "how-to" / "monitoring.md").read_text()
-    )
+    severity = rule["labels"]["severity"]
+    assert severity in ("info", "warning", "critical")
+    path, _, anchor = rule["annotations"]["runbook"].partition("#")
+    page = (ROOT / path).read_text()
+    assert anchor == rule["alert"].lower()
+    assert f"\n## {rule['alert']}\n" in page
+    assert f"| [{rule['alert']}](#{anchor}) | {severity} |" in page
+    assert find_runbook(rule["alert"]).startswith(f"# {rule['alert']}\n\n")
 
 
 def test_alerts_query_only_exported_metrics(make_run_config: Callable[..., RunConfig]) -> None:
