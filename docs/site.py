@@ -39,13 +39,17 @@ MOVED = {
 FOLDERS = {
     "tutorials": ("Tutorials", "教程"),
     "how-to": ("How-to guides", "操作指南"),
-    "migration": ("Migration", "迁移"),
     "explanation": ("Explanation", "原理"),
     "reference": ("Reference", "参考"),
     "adr": ("Decisions", "设计决策"),
 }
 """Folders of `docs`, with the titles of the pages that list what is in them."""
-FIRST = ("how-to/install.md", "tutorials/first-run.md", "explanation/known-pains.md")
+FIRST = (
+    "how-to/install.md",
+    "tutorials/first-run.md",
+    "how-to/migrate.md",
+    "explanation/known-pains.md",
+)
 
 
 def locate(path: Path) -> Path:
@@ -149,14 +153,7 @@ class Pages:
 
         return [
             "index.md",
-            {
-                "Start": [
-                    "contents.md",
-                    *FIRST,
-                    {"Migration": section("migration")},
-                    "tutorials/index.md",
-                ]
-            },
+            {"Start": ["contents.md", *FIRST, "tutorials/index.md"]},
             {"How-to": section("how-to")},
             {"Concepts": ["architecture.md", "glossary.md", *section("explanation")]},
             {"Reference": section("reference")},

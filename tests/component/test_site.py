@@ -99,7 +99,11 @@ def test_every_page_of_the_docs_is_on_the_site_once_in_each_language(
         if not path.name.endswith(".zh.md")
     }
     assert len(names) > 80
-    assert {"index.html", "how-to/install.html", "migration/verl.html"} <= names | {"index.html"}
+    assert {
+        "index.html",
+        "how-to/install.html",
+        "adr/0001-the-trainer-decides-prompt-group-outcomes.html",
+    } <= names | {"index.html"}
     assert sorted(names - set(pages)) == []
     assert sorted(f"zh/{name}" for name in names if f"zh/{name}" not in pages) == []
 
@@ -146,7 +150,7 @@ def test_browser_finds_pages_in_both_languages_offline(url: str) -> None:
         browser.wait_for("location.pathname === '/zh/tutorials/first-run.html'")
         browser.wait_for("document.documentElement.lang === 'zh' && document.querySelector('h1')")
         find(browser, "奖励函数", "zh/how-to/rewards.html")
-        for page in ("index.html", "zh/index.html", "reference/config.html", "migration/trl.html"):
+        for page in ("index.html", "zh/index.html", "reference/config.html", "how-to/migrate.html"):
             browser.resize(400)
             browser.open(f"{url}/{page}")
             browser.wait_for(f"location.pathname === '/{page}' && document.querySelector('h1')")
