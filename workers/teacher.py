@@ -30,6 +30,8 @@ from relax_events.training.backend.protocol import IdsOf, SampleScores, TopToken
 
 IDS_OF: Mapping[str, IdsOf] = {"teacher_topk": "model", "student_topk": "sample", "union": "both"}
 """Whose token ids the teacher scores, by `algorithm.distill_tokens`."""
+MAX_REQUEST_TOKENS = 262_144
+"""Of a record batch that is sent to servers (`teacher.urls`)."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -40,7 +42,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         SampleLoop(
             worker,
             TeacherScorer(worker, teachers),
-            max_tokens=config.teacher.max_request_tokens
+            max_tokens=MAX_REQUEST_TOKENS
             if is_served
             else config.trainer.max_tokens_per_micro_batch,
         ).run()

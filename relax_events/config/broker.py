@@ -90,9 +90,6 @@ class BrokerConfig(Section):
     receive many at a time. A worker that has nothing else to write ends the wait."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
-    segment_seconds: Seconds = 300.0
-    """Age at which the broker closes a log segment, where `run.retain_versions` purges: only closed
-    segments are deleted from disk."""
     heap_mib: Annotated[int, Field(ge=0)] = 0
     """Maximum heap of the embedded broker in MiB, from its next start; 0 is a sixteenth of the
     machine's memory, between 512 and 4096. Requests in memory are bounded to a quarter of it;

@@ -48,8 +48,6 @@ class MediaConfig(Section):
     """Sample rate to which audio is converted, in hertz, one channel; it must be the model's."""
     max_item_bytes: Positive = 20 * 1024**2
     """Maximum size of one file; a larger file is rejected before it is read."""
-    fetch_seconds: Seconds = 30.0
-    """Deadline for fetching one file from a web address, including redirects."""
     max_image_pixels: Positive = 64 * 1024**2
     """Maximum pixels of one image or frame before resizing; a larger one is rejected before it is
     decoded."""

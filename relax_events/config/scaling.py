@@ -9,52 +9,30 @@ from pydantic import Field, model_validator
 from relax_events.config.base import Positive, Seconds, Section
 from relax_events.config.external_values import FilePath, Listener
 
-Ratio = Annotated[float, Field(ge=0, le=1)]
-
 
 class AutoscalerConfig(Section):
     """Automatic scaling of rollout workers, one request at a time, between `workers.rollout` and
-    `scaling.max_workers`. It scales out when any `out` condition holds, unless the trainer is the
-    bottleneck, and scales in when all `in` conditions hold. Defaults are Relax's.
+    `scaling.max_workers`. It scales out when any of three conditions holds, unless the trainer is
+    the bottleneck: workers hold more than 85 % of the prompt groups that they have room for
+    (`engine.max_prompt_groups`), the queue is long, or the trainer waits for samples for more than
+    half of a train step. It scales in while the queue is empty, workers hold less than 30 %, those
+    that would stay less than 50 %, and their throughput is steady. Defaults are Relax's.
     """
 
     enabled: bool = False
     """Whether the autoscaler runs."""
     interval_seconds: Seconds = 10.0
     """Time between two observations of the metrics."""
-    out_usage_ratio: Ratio = 0.85
-    """Scale out when workers hold more than this share of the prompt groups that they have room for
-    (`engine.max_prompt_groups`)."""
-    out_usage_seconds: Seconds = 30.0
-    """Time for which that usage must hold."""
     out_queue_prompt_groups: Annotated[float, Field(ge=0)] = 10.0
-    """Scale out when the consumer lag of the prompt queue exceeds this many prompt groups per
-    worker."""
-    out_queue_seconds: Seconds = 20.0
-    """Time for which that lag must hold."""
-    out_wait_ratio: Ratio = 0.5
-    """Scale out when the trainer waits for samples for more than this share of a train step, over
-    `out_usage_seconds`."""
+    """The queue is long when its consumer lag exceeds this many prompt groups per worker."""
+    out_seconds: Seconds = 30.0
+    """Time for which a condition must hold to scale out."""
     out_cooldown_seconds: Seconds = 60.0
     """Minimum time between two scale-outs."""
     out_workers: Positive = 4
     """Maximum workers added at a time."""
-    trainer_bound_staleness_ratio: Ratio = 0.9
-    """The trainer is the bottleneck when the mean staleness of a train step is at least this share
-    of `run.max_staleness`, and it waits less than `trainer_bound_wait_ratio`."""
-    trainer_bound_wait_ratio: Ratio = 0.05
-    """Share of a train step that the trainer waits for samples, below which it can be the
-    bottleneck."""
-    in_usage_ratio: Ratio = 0.3
-    """Scale in when workers hold less than this share of the prompt groups that they have room
-    for."""
-    in_usage_seconds: Seconds = 120.0
-    """Time for which that usage must hold, with an empty queue."""
-    in_projected_usage_ratio: Ratio = 0.5
-    """Scale in only if the usage of the remaining workers would be below this."""
-    in_throughput_variance: Annotated[float, Field(ge=0)] = 0.1
-    """Scale in only if the variance of the workers' throughput (prompt groups per second), divided
-    by its squared mean, is at most this."""
+    in_seconds: Seconds = 120.0
+    """Time for which the conditions must hold to scale in."""
     in_cooldown_seconds: Seconds = 300.0
     """Minimum time between any change and a scale-in."""
     in_workers: Positive = 1

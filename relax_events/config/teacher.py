@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section, Threads
+from relax_events.config.base import DERIVED, OrDerived, Seconds, Section, Threads
 from relax_events.config.engine import ModelConfig
 from relax_events.config.external_values import Addresses, FilePath, Text, Texts
 from relax_events.config.resume_rules import SPEED, free
@@ -49,8 +49,6 @@ class TeacherConfig(TeacherModelConfig):
     `trainer.threads`."""
     route_key: Text = "data_source"
     """Metadata key of a sample that names its source."""
-    max_request_tokens: Annotated[Positive, free(SPEED)] = 262_144
-    """Tokens of a record batch that is sent to servers (`urls`)."""
 
     def find_source(self, metadata: Mapping[str, Any]) -> str:
         """Return the source of a sample with this metadata; empty where they name none."""

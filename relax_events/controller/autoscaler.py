@@ -22,6 +22,21 @@ from relax_events.projections.scaling import is_running
 
 log = structlog.get_logger()
 KEY = "autoscaler/"
+OUT_USAGE_RATIO = 0.85
+"""Workers that hold more than this share of what they have room for are too few."""
+OUT_WAIT_RATIO = 0.5
+"""A trainer that waits for samples for more than this share of a step has too few workers."""
+TRAINER_STALENESS_RATIO = 0.9
+"""The trainer is the bottleneck when the mean staleness of a step is at least this share of its
+bound, and it waits for less than `TRAINER_WAIT_RATIO` of the step."""
+TRAINER_WAIT_RATIO = 0.05
+IN_USAGE_RATIO = 0.3
+"""Workers that hold less than this share of what they have room for are too many, unless those that
+stay would hold `IN_PROJECTED_USAGE_RATIO`."""
+IN_PROJECTED_USAGE_RATIO = 0.5
+IN_THROUGHPUT_VARIANCE = 0.1
+"""Throughput (prompt groups per second) is steady when its variance, divided by its squared mean,
+is at most this."""
 MIN_COVERAGE = 0.8
 """Share of the expected observations of an interval that must be known to use it."""
 
@@ -82,7 +97,7 @@ def decide(
         return None
     now = looks[-1].at
     reason = _scale_out_reason(looks, rules)
-    if reason and not _is_trainer_bottleneck(looks[-1], rules):
+    if reason and not _is_trainer_bottleneck(looks[-1]):
         target = min(num_wanted + rules.out_workers, pool.max_workers)
         is_rested = now - last_out_at >= rules.out_cooldown_seconds * MICROS
         return Decision(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
@@ -96,35 +111,30 @@ def decide(
         return Decision(
             Kind.IN,
             target,
-            (
-                f"usage below {rules.in_usage_ratio:g} and nothing queued for "
-                f"{rules.in_usage_seconds:g} s"
-            ),
+            (f"usage below {IN_USAGE_RATIO:g} and nothing queued for {rules.in_seconds:g} s"),
         )
     return None
 
 
 def _scale_out_reason(looks: Sequence[Observation], rules: AutoscalerConfig) -> str:
     """Return the condition for more workers that holds; empty when none does."""
-    conditions: tuple[tuple[str, Callable[[Observation], float | None], float, float], ...] = (
-        ("usage", lambda look: look.usage, rules.out_usage_ratio, rules.out_usage_seconds),
+    conditions: tuple[tuple[str, Callable[[Observation], float | None], float], ...] = (
+        ("usage", lambda look: look.usage, OUT_USAGE_RATIO),
         (
             "prompt groups queued for each worker",
             lambda look: look.queued,
             rules.out_queue_prompt_groups,
-            rules.out_queue_seconds,
         ),
         (
             "share of a step that the trainer waits",
             lambda look: look.wait,
-            rules.out_wait_ratio,
-            rules.out_usage_seconds,
+            OUT_WAIT_RATIO,
         ),
     )
-    for what, of, bound, seconds in conditions:
-        values = _values_over(looks, of, seconds=seconds, every=rules.interval_seconds)
+    for what, of, bound in conditions:
+        values = _values_over(looks, of, seconds=rules.out_seconds, every=rules.interval_seconds)
         if values and min(values) > bound:
-            return f"{what} above {bound:g} for {seconds:g} s"
+            return f"{what} above {bound:g} for {rules.out_seconds:g} s"
     return ""
 
 
@@ -134,7 +144,7 @@ def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, k
     """
 
     def over_time(of: Callable[[Observation], float | None]) -> list[float]:
-        return _values_over(looks, of, seconds=rules.in_usage_seconds, every=rules.interval_seconds)
+        return _values_over(looks, of, seconds=rules.in_seconds, every=rules.interval_seconds)
 
     usages, queues, speeds = (
         over_time(of)
@@ -147,26 +157,23 @@ def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, k
     if not usages or not queues or not speeds:
         return False
     mean = fmean(speeds)
-    is_steady = pvariance(speeds) <= rules.in_throughput_variance * mean * mean
+    is_steady = pvariance(speeds) <= IN_THROUGHPUT_VARIANCE * mean * mean
     projected = usages[-1] / kept
     return (
-        max(usages) < rules.in_usage_ratio
+        max(usages) < IN_USAGE_RATIO
         and max(queues) <= 0
         and is_steady
-        and projected < rules.in_projected_usage_ratio
+        and projected < IN_PROJECTED_USAGE_RATIO
     )
 
 
-def _is_trainer_bottleneck(look: Observation, rules: AutoscalerConfig) -> bool:
+def _is_trainer_bottleneck(look: Observation) -> bool:
     """Return whether samples wait for the trainer: more of them would only be older when they are
     trained.
     """
     if look.wait is None or look.staleness is None:
         return False
-    return (
-        look.staleness >= rules.trainer_bound_staleness_ratio
-        and look.wait < rules.trainer_bound_wait_ratio
-    )
+    return look.staleness >= TRAINER_STALENESS_RATIO and look.wait < TRAINER_WAIT_RATIO
 
 
 def _values_over(
@@ -196,11 +203,7 @@ class Autoscaler:
             run,
             service,
         )
-        longest = max(
-            self._rules.out_usage_seconds,
-            self._rules.out_queue_seconds,
-            self._rules.in_usage_seconds,
-        )
+        longest = max(self._rules.out_seconds, self._rules.in_seconds)
         self._observations: deque[Observation] = deque(
             maxlen=int(longest / self._rules.interval_seconds) + 2
         )

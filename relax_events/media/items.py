@@ -21,6 +21,8 @@ from relax_events.regular_files import open_regular
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
+FETCH_SECONDS = 30.0
+"""Deadline for fetching a file from a web address, including redirects."""
 MediaKey = tuple[bytes, str, Modality, Path | None]
 
 
@@ -86,7 +88,7 @@ class MediaItem:
         if self.source.startswith(DATA_URI):
             return self._require_size(self._read_data_uri(self.source, max_bytes), max_bytes)
         if self.source.startswith(WEB):
-            return WebFetcher(self.access.hosts, max_bytes, limits.fetch_seconds).fetch(
+            return WebFetcher(self.access.hosts, max_bytes, FETCH_SECONDS).fetch(
                 self.source, location=self.location
             )
         return self._read_path(self.source, max_bytes)

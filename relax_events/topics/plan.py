@@ -122,6 +122,9 @@ COMPACTED_TOPICS = {
     ),
 }
 SUMMARY_TOPICS = {"control.prompter-state": "PrompterStateSaved: the prompter's state, the newest"}
+SEGMENT_SECONDS = 300.0
+"""Age at which the broker closes a log segment, where `run.retain_versions` purges: it deletes only
+closed segments from disk."""
 _DAY_MS = 86_400_000
 METRICS_RETENTION = {
     "retention.ms": str(7 * _DAY_MS),
@@ -196,7 +199,7 @@ class TopicPlan:
             replication_factor=broker.replication_factor,
             compression=broker.compression,
             source_run_id=config.parent.run if config.is_replay else "",
-            segment_seconds=broker.segment_seconds if config.run.retain_versions else 0.0,
+            segment_seconds=SEGMENT_SECONDS if config.run.retain_versions else 0.0,
             roles=tuple(role for role in ROLES if role in config.roles()),
         )
 

@@ -17,11 +17,10 @@ QUICK = {
     "enabled": True,
     "interval_seconds": 0.5,
     "out_queue_prompt_groups": 1,
-    "out_queue_seconds": 2,
+    "out_seconds": 2,
     "out_cooldown_seconds": 20,
     "out_workers": 1,
-    "in_usage_ratio": 0.2,
-    "in_usage_seconds": 6,
+    "in_seconds": 6,
     "in_cooldown_seconds": 15,
 }
 

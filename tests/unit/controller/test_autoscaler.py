@@ -73,9 +73,9 @@ def verdict(
         (over(30, usage=0.9), ("out", 7)),
         (over(20, usage=0.9), None),  # not for 30 s
         (over(30, usage=0.85), None),  # not above
-        (over(20, queued=11.0), ("out", 7)),
-        (over(10, queued=11.0), None),
-        (over(20, queued=10.0), None),
+        (over(30, queued=11.0), ("out", 7)),
+        (over(20, queued=11.0), None),
+        (over(30, queued=10.0), None),
         (over(30, wait=0.6), ("out", 7)),
         (over(30, BUSY, wait=0.01, staleness=0.95), None),  # samples wait for the trainer
         (over(30, BUSY, wait=0.01, staleness=0.5), ("out", 7)),
