@@ -22,15 +22,12 @@ def list_(*, output: Output = "table") -> None:
     Example: relax algorithms list
     """
     from relax_events.algorithms.description import installed_algorithms
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
 
     specs = installed_algorithms()
-    if output == "json":
-        print_json(
-            [{"name": spec.name, "summary": spec.summary, "source": spec.source} for spec in specs]
-        )
-    else:
-        print_table(["name", "what it is"], [[spec.name, spec.summary] for spec in specs])
+    data = [{"name": spec.name, "summary": spec.summary, "source": spec.source} for spec in specs]
+    rows = [[spec.name, spec.summary] for spec in specs]
+    print_rows(["name", "what it is"], rows, output, data=data)
 
 
 @app.command
@@ -43,12 +40,12 @@ def show(name: str, *, output: Output = "table") -> None:
         name: As in `algorithm.name`: installed, or path/to/file.py:NAME.
     """
     from relax_events.algorithms.description import describe_algorithm
-    from relax_events.cli.output import print_json, print_pairs
+    from relax_events.cli.output import print_fields, print_json
 
     described = describe_algorithm(name)
     if output == "json":
         print_json(described)
         return
     formula = described.pop("formula")
-    print_pairs(described)
+    print_fields(described)
     print(f"formula\n{formula}")

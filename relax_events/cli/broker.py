@@ -13,7 +13,6 @@ app = App(
     ),
 )
 _DEFAULT_DIRECTORY = Path(".relax/broker")
-_EXIT_DOWN = 3
 
 app.command("relax_events.cli.broker_security:secure", name="secure")
 
@@ -143,11 +142,12 @@ def status(
         directory: Where the broker keeps its records, log and settings.
         output: A table to read, or JSON for programs.
     """
+    from relax_events.errors import BrokerUnavailable
     from relax_events.kafka.embedded.status import read_broker_status
 
     report = read_broker_status(directory)
     print(report.to_json() if output == "json" else report.to_text())
-    return 0 if report.running else _EXIT_DOWN
+    return 0 if report.running else BrokerUnavailable.exit_code
 
 
 @app.command

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from relax_events.cli.output import agreed
 from relax_events.cli.parameters import Overrides, RunFile, Yes
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -88,7 +89,7 @@ def _apply(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: bool
         if dry_run:
             return 0
         if not agreed("apply these changes?", yes=yes):
-            return 6
+            return CheckFailed.exit_code
         apply_security(settings, connection)
         return 0
 
@@ -104,7 +105,7 @@ def _withdraw(config: Path, overrides: tuple[str, ...], *, dry_run: bool, yes: b
         if dry_run:
             return 0
         if not agreed(f"take these, and the secrets of run {settings.run.id}, away?", yes=yes):
-            return 6
+            return CheckFailed.exit_code
         for file in remove_security(settings, connection):
             print(f"deleted {file}", file=sys.stderr)
         return 0
@@ -129,7 +130,7 @@ def _reach(config: Path, overrides: tuple[str, ...]) -> Iterator[tuple[RunConfig
 
 
 def _show(changes: SecurityChanges) -> None:
-    from relax_events.cli.output import print_table
+    from relax_events.cli.output import print_rows
 
     rows = [["set", user, "password of the folder", ""] for user in changes.users]
     rows += [["delete", user, "not wanted", ""] for user in changes.unexpected_users]
@@ -143,4 +144,4 @@ def _show(changes: SecurityChanges) -> None:
             ]
             for acl in acls
         ]
-    print_table(["change", "user", "what", "on"], rows)
+    print_rows(["change", "user", "what", "on"], rows)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.history.run_log import RunLog
@@ -47,7 +48,7 @@ def list_(
         reason: Only those with this class of error, such as PoisonSample.
         resolved: Also those that were requeued or dropped.
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.cli.run_reader import open_run_log
     from relax_events.ops.dead_letters import read_dead_letters
 
@@ -59,35 +60,25 @@ def list_(
         ]
     selected = [dead_letter for dead_letter in selected if resolved or not dead_letter.resolution]
     counts = Counter(f"{dead_letter.role} {dead_letter.error_class}" for dead_letter in selected)
-    if output == "json":
-        print_json(
-            {
-                "counts": counts,
-                "dead_letters": [
-                    {"id": dead_letter.id, **asdict(dead_letter)} for dead_letter in selected
-                ],
-            }
-        )
-        return
-    print_table(COLUMNS, [_cells(dead_letter) for dead_letter in selected])
-    print(
-        "\n"
-        + (
-            "\n".join(f"{count:>6}  {what}" for what, count in counts.most_common())
-            or "no dead letters"
-        )
-    )
+    data = {
+        "counts": counts,
+        "dead_letters": [{"id": dead_letter.id, **asdict(dead_letter)} for dead_letter in selected],
+    }
+    print_rows(COLUMNS, list(map(_cells, selected)), output, data=data)
+    if output == "table":
+        lines = "\n".join(f"{count:>6}  {what}" for what, count in counts.most_common())
+        print(f"\n{lines or 'no dead letters'}")
 
 
 def _cells(dead_letter: DeadLetter) -> list[Any]:
-    from relax_events.cli.run_reader import clock_time, excerpt
+    from relax_events.cli.output import excerpt, format_time
 
     topic = dead_letter.origin_topic.split(".", 2)[-1]
     origin = f"{topic}[{dead_letter.origin_partition}]@{dead_letter.origin_offset}"
     reason = f"{dead_letter.error_class}: {excerpt(dead_letter.error_text, 60)}"
     return [
         dead_letter.id,
-        clock_time(dead_letter.written_at * 1000),
+        format_time(dead_letter.written_at * 1000),
         origin,
         reason,
         dead_letter.num_bytes,
@@ -110,27 +101,26 @@ def show(
     Args:
         id_: Id of the dead letter, as `list` shows it.
     """
-    from relax_events.cli.output import print_json, print_pairs
+    from relax_events.cli.output import print_fields
     from relax_events.cli.run_reader import open_run_log
     from relax_events.ops.dead_letters import read_dead_letter
     from relax_events.ops.topic_tail import read_record
 
     with open_run_log(config, overrides, name="deadletter") as log:
-        found, record = read_dead_letter(log, id_)
+        dead_letter, record = read_dead_letter(log, id_)
         read = read_record(log, record)
     document = {
-        **asdict(found),
+        **asdict(dead_letter),
         "headers": dict(record.headers),
         "holds": read.event,
         "event": read.fields,
         "decoding_error": read.error,
     }
-    if output == "json":
-        print_json(document | {"head_hex": record.value[:HEAD_BYTES].hex()})
-        return
-    print_pairs({name: value for name, value in document.items() if value not in ("", {})})
-    if not read.fields:
-        print("\n".join(hex_lines(record.value[:HEAD_BYTES])))
+    head = record.value[:HEAD_BYTES]
+    fields = {name: value for name, value in document.items() if value not in ("", {})}
+    print_fields(fields, output, data=document | {"head_hex": head.hex()})
+    if not read.fields and output == "table":
+        print("\n".join(hex_lines(head)))
 
 
 def hex_lines(data: bytes) -> list[str]:
@@ -176,7 +166,7 @@ def requeue(
     with open_run_log(config, overrides, name="deadletter") as log:
         selected = _choose(log, selection, "requeue", dry_run=dry_run, yes=yes)
         if selected is None:
-            return 0 if dry_run else 6
+            return 0 if dry_run else CheckFailed.exit_code
         producer = _producer(log)
         print(f"requeued {dead_letters.requeue(log, selected, producer)} records")
         producer.close()
@@ -215,7 +205,7 @@ def drop(
     with open_run_log(config, overrides, name="deadletter") as log:
         selected = _choose(log, selection, "drop", dry_run=dry_run, yes=yes)
         if selected is None:
-            return 0 if dry_run else 6
+            return 0 if dry_run else CheckFailed.exit_code
         producer = _producer(log)
         print(f"dropped {dead_letters.drop(log, selected, producer, reason=comment)} records")
         producer.close()
@@ -226,13 +216,13 @@ def _choose(
     log: RunLog, selection: Selection, verb: str, *, dry_run: bool, yes: bool
 ) -> list[DeadLetter] | None:
     """Show the selected dead letters; return them when the user agrees."""
-    from relax_events.cli.output import agreed, print_table
+    from relax_events.cli.output import agreed, print_rows
     from relax_events.ops.dead_letters import read_dead_letters
 
     selected = selection.choose(
         read_dead_letters(log, roles=[selection.role] if selection.role else ())
     )
-    print_table(COLUMNS, [_cells(dead_letter) for dead_letter in selected])
+    print_rows(COLUMNS, list(map(_cells, selected)))
     if dry_run:
         print(f"would {verb} {len(selected)} records", file=sys.stderr)
         return None

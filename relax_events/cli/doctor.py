@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from relax_events.cli.parameters import Overrides
+from relax_events.cli.parameters import Output, Overrides
 from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def doctor(
     *overrides: Overrides,
     attack: bool = False,
     door: str = "",
-    output: Literal["table", "json"] = "table",
+    output: Output = "table",
 ) -> int:
     """Check all that a run needs without starting it; exit code 6 when something is missing.
 
@@ -51,18 +51,18 @@ def _check(
     config: Path, overrides: tuple[str, ...], tree: dict[str, Any], *, is_printed: bool
 ) -> bool:
     """Run the checks of a run file, and print them or add them to the tree."""
-    from relax_events.cli.output import print_table
+    from relax_events.cli.output import print_findings, print_rows
     from relax_events.config import load_run_config
     from relax_events.launcher.doctor import run_checks_with_defaults
 
     findings, derived = run_checks_with_defaults(load_run_config(config, overrides))
     tree["checks"] = [{"what": f.what, "good": f.is_good, "text": f.text} for f in findings]
     tree["derived"] = [{"key": d.key, "value": str(d.value), "why": d.reason} for d in derived]
-    for finding in findings if is_printed else ():
-        print(f"{'ok  ' if finding.is_good else 'FAIL'} {finding.what}: {finding.text}")
+    if is_printed:
+        print_findings(findings)
     if derived and is_printed:
         print("\nthe run file leaves out, and the run takes:")
-        print_table(
+        print_rows(
             ["key", "value", "why"],
             [
                 [one.key, one.value, f"WARNING: {one.reason}" if one.is_warning else one.reason]

@@ -26,14 +26,11 @@ def show(
     Args:
         dataset: Show only this one.
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.cli.run_reader import note_unreadable, open_run_log
     from relax_events.reports.evaluations import build_table, read_evaluations
 
     with open_run_log(config, overrides, name="eval") as log:
         rows = [row for row in read_evaluations(log) if dataset in ("", row["dataset"])]
         note_unreadable(log)
-    if output == "json":
-        print_json(rows)
-    else:
-        print_table(*build_table(rows))
+    print_rows(*build_table(rows), output, data=rows)

@@ -109,13 +109,13 @@ def _show_workers(
             alive, newest = watch.alive(), dict(watch.state.workers)
         address = settings.telemetry.metrics_host
     host = "127.0.0.1" if address in ALL_ADDRESSES else address
-    wanted = [
+    configured = [
         f"{role}-{index}" for role, count in settings.roles().items() for index in range(count)
     ]
     rows = []
-    for worker_id in dict.fromkeys([*wanted, *sorted(alive)]):
+    for worker_id in dict.fromkeys([*configured, *sorted(alive)]):
         heartbeat = newest.get(worker_id)
-        is_well, text = _health_of(alive.get(worker_id), host, ready=ready)
+        is_well, text = _check_worker(alive.get(worker_id), host, ready=ready)
         where = (
             [heartbeat.host, heartbeat.pid, heartbeat.metrics_port]
             if heartbeat is not None and worker_id in alive
@@ -130,7 +130,7 @@ def _show_workers(
         )
 
 
-def _health_of(heartbeat: WorkerHeartbeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
+def _check_worker(heartbeat: WorkerHeartbeat | None, host: str, *, ready: bool) -> tuple[bool, str]:
     if heartbeat is None:
         return False, "no heartbeat of late"
     if heartbeat.host != socket.gethostname():

@@ -37,8 +37,9 @@ def init(
     """
     import re
 
+    from relax_events.cli.output import print_findings
     from relax_events.config import load_run_config
-    from relax_events.errors import ConfigError
+    from relax_events.errors import CheckFailed, ConfigError
     from relax_events.launcher.doctor import run_checks_with_defaults
     from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
 
@@ -51,6 +52,5 @@ def init(
     run_file.write_text(propose_run_file(name, model, data, wishes), encoding="utf-8")
     print(f"wrote {run_file}; begin with: relax run {run_file}")
     findings, _ = run_checks_with_defaults(load_run_config(run_file))
-    for finding in findings:
-        print(f"{'ok  ' if finding.is_good else 'FAIL'} {finding.what}: {finding.text}")
-    return 0 if all(finding.is_good for finding in findings) else 6
+    print_findings(findings)
+    return 0 if all(finding.is_good for finding in findings) else CheckFailed.exit_code

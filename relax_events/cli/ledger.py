@@ -7,6 +7,7 @@ from contextlib import closing
 from cyclopts import App
 
 from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.errors import CheckFailed
 
 app = App(
     name="ledger",
@@ -27,7 +28,7 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
     offset, and its staleness is that of the versions that drew its tokens. Each topic is read once;
     memory does not grow with the length of the run.
     """
-    from relax_events.cli.output import print_json, print_pairs, print_progress
+    from relax_events.cli.output import print_fields, print_progress
     from relax_events.config import load_run_config
     from relax_events.history.ledger import read_ledger
     from relax_events.reports.reading_progress import ReadingProgress
@@ -39,14 +40,12 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         ledger = read_ledger(settings, on_progress=ReadingProgress(print_progress))
     totals, findings, unproven = ledger.totals(), ledger.findings(), ledger.unverified()
-    if output == "json":
-        found = [
-            {"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy}
-            for one in findings
-        ]
-        print_json({**totals, "problems": found, "unproven": unproven})
-    else:
-        print_pairs(totals)
+    problems = [
+        {"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy}
+        for one in findings
+    ]
+    print_fields(totals, output, data={**totals, "problems": problems, "unproven": unproven})
+    if output == "table":
         for claim in unproven:
             print(f"NO PROOF  {claim}")
         for finding in findings:
@@ -57,4 +56,4 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
             )
         if not findings:
             print("all promises hold")
-    return 6 if findings else 0
+    return CheckFailed.exit_code if findings else 0

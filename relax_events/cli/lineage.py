@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
-from relax_events.cli.output import print_json, print_table
+from relax_events.cli.output import excerpt, format_number, format_time, print_json, print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
-from relax_events.cli.run_reader import clock_time, excerpt, format_number
 
 if TYPE_CHECKING:
     from relax_events.history.lineage.prompt import PromptUse
@@ -43,35 +42,39 @@ def version(
     from relax_events.history.lineage.version import version_lineage
 
     with open_run_log(config, overrides, name="lineage") as log:
-        found = version_lineage(log, policy_version)
+        lineage = version_lineage(log, policy_version)
         note_unreadable(log)
     if output == "json":
-        print_json(asdict(found))
+        print_json(asdict(lineage))
     else:
-        _print_version(found)
+        _print_version(lineage)
 
 
-def _print_version(found: VersionLineage) -> None:
+def _print_version(lineage: VersionLineage) -> None:
     print(
-        f"version {found.policy_version}, published {clock_time(found.published_at)}  "
-        f"{found.published_position}"
+        f"version {lineage.policy_version}, published {format_time(lineage.published_at)}  "
+        f"{lineage.published_position}"
     )
-    print(f"  weights {found.artifact}")
-    if found.base_model:
-        digest = found.base_digest[:DIGEST_SIGNS] or "unknown"
-        print(f"  adapters of the base model {found.base_model}, digest {digest}")
-    if found.train_step is None or found.committed_at is None:
+    print(f"  weights {lineage.artifact}")
+    if lineage.base_model:
+        digest = lineage.base_digest[:DIGEST_SIGNS] or "unknown"
+        print(f"  adapters of the base model {lineage.base_model}, digest {digest}")
+    if lineage.train_step is None or lineage.committed_at is None:
         print("  the initial weights: no train step made them")
         return
     print(
-        f"  made from version {found.policy_version - 1} by train step {found.train_step}, "
-        f"{clock_time(found.committed_at)}  {found.step_position}"
+        f"  made from version {lineage.policy_version - 1} by train step {lineage.train_step}, "
+        f"{format_time(lineage.committed_at)}  {lineage.step_position}"
     )
     counts = ", ".join(
-        f"{count} samples {age} behind" for age, count in enumerate(found.staleness_counts) if count
+        f"{count} samples {age} behind"
+        for age, count in enumerate(lineage.staleness_counts)
+        if count
     )
-    print(f"  {len(found.prompt_group_ids)} prompt groups, {len(found.samples)} samples: {counts}")
-    for reward in found.rewards:
+    print(
+        f"  {len(lineage.prompt_group_ids)} prompt groups, {len(lineage.samples)} samples: {counts}"
+    )
+    for reward in lineage.rewards:
         function = (
             f"{reward.reward_name or 'unknown reward function'} (version "
             f"{reward.reward_digest[:DIGEST_SIGNS] or 'unknown'})"
@@ -87,9 +90,9 @@ def _print_version(found: VersionLineage) -> None:
             format_number(sample.advantage),
             sample.position,
         ]
-        for sample in found.samples
+        for sample in lineage.samples
     ]
-    print_table(["sample", "version", "row", "reward", "advantage", "record"], rows)
+    print_rows(["sample", "version", "row", "reward", "advantage", "record"], rows)
 
 
 @app.command
@@ -108,23 +111,23 @@ def sample(
     from relax_events.history.lineage.reader import sample_lineage
 
     with open_run_log(config, overrides, name="lineage") as log:
-        found = sample_lineage(log, sample_id)
+        lineage = sample_lineage(log, sample_id)
         note_unreadable(log)
     if output == "json":
-        print_json(asdict(found))
+        print_json(asdict(lineage))
     else:
-        print("\n".join(sample_lines(found)))
+        print("\n".join(sample_lines(lineage)))
 
 
-def sample_lines(found: SampleLineage) -> Iterator[str]:
+def sample_lines(lineage: SampleLineage) -> Iterator[str]:
     """Give a sample's way as lines."""
-    again = f", generated {found.num_generations} times" if found.num_generations > 1 else ""
-    yield f"sample {found.sample_id}{again}"
-    for stage in found.stages:
-        yield f"  {clock_time(stage.at)}  {stage.what:<11} {stage.position}"
+    again = f", generated {lineage.num_generations} times" if lineage.num_generations > 1 else ""
+    yield f"sample {lineage.sample_id}{again}"
+    for stage in lineage.stages:
+        yield f"  {format_time(stage.at)}  {stage.what:<11} {stage.position}"
         yield f"{'':<34}{facts_text(stage)}"
-    if found.first_version is not None:
-        yield f"in version {found.first_version} and every later one"
+    if lineage.first_version is not None:
+        yield f"in version {lineage.first_version} and every later one"
 
 
 def facts_text(stage: Stage) -> str:
@@ -178,16 +181,16 @@ def _print_uses(uses: list[PromptUse]) -> None:
         [
             use.prompt_group_id,
             _row(use.data_row, use.row),
-            clock_time(use.issued_at),
+            format_time(use.issued_at),
             use.outcome,
-            "-" if use.train_step is None else use.train_step,
+            use.train_step,
             format_number(use.mean_reward),
             use.issued_position,
             use.ended_position or "-",
         ]
         for use in uses
     ]
-    print_table(
+    print_rows(
         [
             "prompt group",
             "row",
@@ -213,7 +216,7 @@ def _print_uses(uses: list[PromptUse]) -> None:
                 ]
                 for line in use.samples
             ]
-            print_table(["sample", "version", "outcome", "reward", "record"], lines)
+            print_rows(["sample", "version", "outcome", "reward", "record"], lines)
 
 
 def _row(data_row: int | None, row: int) -> str:

@@ -131,10 +131,10 @@ def parse_size(text: str) -> int:
     """
     from relax_events.errors import ConfigError
 
-    found = SIZE.fullmatch(text.strip())
-    factor = 1024 if found and found["binary"] else 1000
+    match = SIZE.fullmatch(text.strip())
+    factor = 1024 if match and match["binary"] else 1000
     size = (
-        int(float(found["number"]) * factor ** UNITS.index(found["unit"].upper())) if found else 0
+        int(float(match["number"]) * factor ** UNITS.index(match["unit"].upper())) if match else 0
     )
     if size <= 0:
         raise ConfigError(

@@ -5,11 +5,14 @@ questions on stderr.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relax_events.cli.parameters import Output
     from relax_events.history.runs.inherited_code import UntrustedSettingsError
+    from relax_events.launcher.doctor import Finding
 
 
 def agreed(question: str, *, yes: bool) -> bool:
@@ -51,6 +54,12 @@ def accept_source(refused: UntrustedSettingsError, *, trusts: bool) -> None:
         raise refused
 
 
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Print a line for each check."""
+    for finding in findings:
+        print(f"{'ok  ' if finding.is_good else 'FAIL'} {finding.what}: {finding.text}")
+
+
 def print_progress(line: str) -> None:
     """Print a line about a command's progress to stderr."""
     print(line, file=sys.stderr, flush=True)
@@ -64,43 +73,63 @@ def print_json(data: Any) -> None:
 
 
 def print_rows(
-    columns: Sequence[str], rows: Sequence[Sequence[Any]], output: Literal["table", "json"]
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    output: Output = "table",
+    *,
+    data: Any = None,
 ) -> None:
-    """Print rows as a table with a dash for None, or as a JSON list of objects."""
+    """Print rows under aligned columns with a dash for None, or as JSON.
+
+    Args:
+        columns: Their heads.
+        rows: A cell for each column; without rows the table is its heads.
+        output: For people or for programs.
+        data: What programs get; by default a list of objects, one a row.
+    """
     if output == "json":
-        print_json([dict(zip(columns, row, strict=True)) for row in rows])
-    else:
-        print_table(columns, [["-" if value is None else value for value in row] for row in rows])
+        print_json([dict(zip(columns, row, strict=True)) for row in rows] if data is None else data)
+        return
+    cells = [["-" if value is None else str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for row in [columns, *cells]:
+        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print(line.rstrip())
 
 
-def print_fields(data: Mapping[str, Any], output: Literal["table", "json"]) -> None:
-    """Print what a model holds, as names and values or as a JSON object."""
+def print_fields(
+    fields: Mapping[str, Any], output: Output = "table", *, data: Any = None, indent: int = 0
+) -> None:
+    """Print names and values, nested ones indented, or as JSON.
+
+    Args:
+        fields: Values by name.
+        output: For people or for programs.
+        data: What programs get; by default the fields.
+        indent: Blanks before each name.
+    """
     if output == "json":
-        print_json(data)
-    else:
-        print_pairs(data)
-
-
-def print_pairs(data: Mapping[str, Any], *, indent: int = 0) -> None:
-    """Print names and values, nested ones indented."""
-    for name, value in data.items():
+        print_json(fields if data is None else data)
+        return
+    for name, value in fields.items():
         if isinstance(value, Mapping):
             print(f"{'':{indent}}{name}")
-            print_pairs(value, indent=indent + 2)
+            print_fields(value, indent=indent + 2)
         else:
             print(f"{'':{indent}}{name:<{26 - indent}}{value}")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows under aligned columns; nothing but the heads when there are none."""
-    cells = [[str(value) for value in row] for row in rows]
-    widths = [
-        max([len(column), *(len(row[index]) for row in cells)])
-        for index, column in enumerate(columns)
-    ]
-    for row in [list(columns), *cells]:
-        print(
-            "  ".join(
-                f"{value:<{width}}" for value, width in zip(row, widths, strict=True)
-            ).rstrip()
-        )
+def format_time(micros: int) -> str:
+    """Write a time for people, UTC."""
+    return datetime.fromtimestamp(micros / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Write a number for people; a dash when there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def excerpt(text: str, length: int) -> str:
+    """Return the begin of a text on one line."""
+    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text[: length + 1])
+    return shown if len(shown) <= length else f"{shown[: max(length - 3, 0)]}..."

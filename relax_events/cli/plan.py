@@ -6,6 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.planning.run_plan import PlannedDevice, RunPlan, StageSeconds
@@ -44,52 +45,52 @@ def plan(
         print_json(_as_tree(planned))
     else:
         _print(planned)
-    return 0 if planned.plan.fits else 6
+    return 0 if planned.plan.fits else CheckFailed.exit_code
 
 
 def _print(planned: PlannedRun) -> None:
-    from relax_events.cli.output import print_table
+    from relax_events.cli.output import print_rows
     from relax_events.planning.run_plan import NO_CHANGE
 
-    known, device, found = planned.facts, planned.device, planned.plan
+    model, device, plan = planned.facts, planned.device, planned.plan
     print(
-        f"{planned.config.model.path}: {known.num_parameters / GB:.2f} B parameters, "
-        f"{known.num_active_parameters / GB:.2f} B for a token, in {planned.config.model.dtype}"
+        f"{planned.config.model.path}: {model.num_parameters / GB:.2f} B parameters, "
+        f"{model.num_active_parameters / GB:.2f} B for a token, in {planned.config.model.dtype}"
     )
     print(
         f"{planned.num_devices} x {device.name} of {device.num_bytes / GB:.1f} GB; the largest "
-        f"micro-batch has {found.tokens:,} tokens\n"
+        f"micro-batch has {plan.tokens:,} tokens\n"
     )
-    print_table(["device", "worker", "GB", "of it"], _rows(found))
+    print_rows(["device", "worker", "GB", "of it"], _rows(plan))
     print()
-    for role, (fitting, most) in _rooms(found).items():
+    for role, (fitting, most) in _rooms(plan).items():
         print(
             f"{role}: room for {fitting} of {most} samples of the longest length at a time "
             "(engine.max_running_samples)"
         )
-    if found.host_bytes:
+    if plan.host_bytes:
         print(
-            f"the optimizers of all ranks take {found.host_bytes / GB:.1f} GB of the memory of "
+            f"the optimizers of all ranks take {plan.host_bytes / GB:.1f} GB of the memory of "
             "their hosts (trainer.offload_optimizer)"
         )
-    if found.version_bytes:
+    if plan.version_bytes:
         print(
-            f"the copy of a version takes {found.version_bytes / GB:.1f} GB of the memory of the "
+            f"the copy of a version takes {plan.version_bytes / GB:.1f} GB of the memory of the "
             "host of the trainer's first rank (weights.async_publish)"
         )
-    used = {device.index for device in found.devices}
+    used = {device.index for device in plan.devices}
     if unused := [index for index in range(planned.num_devices) if index not in used]:
         named = f"{unused[0]} to {unused[-1]}" if len(unused) > 1 else str(unused[0])
         print(f"no worker computes on device {named}: set trainer.ranks or workers.rollout")
     _print_seconds(planned)
-    if not found.fits:
-        print(f"\nIt does not fit: {found.change or NO_CHANGE}")
+    if not plan.fits:
+        print(f"\nIt does not fit: {plan.change or NO_CHANGE}")
 
 
-def _rows(found: RunPlan) -> list[list[str]]:
+def _rows(plan: RunPlan) -> list[list[str]]:
     """Lay out the devices; neighbours that hold the same are one row a worker."""
     rows = []
-    for _, group in groupby(found.devices, key=_contents):
+    for _, group in groupby(plan.devices, key=_contents):
         alike = list(group)
         first, last = alike[0], alike[-1]
         index = str(first.index) if len(alike) == 1 else f"{first.index} to {last.index}"
@@ -116,17 +117,17 @@ def _contents(device: PlannedDevice) -> list[Any]:
     ]
 
 
-def _rooms(found: RunPlan) -> dict[str, tuple[int, int]]:
+def _rooms(plan: RunPlan) -> dict[str, tuple[int, int]]:
     """Return, by role, how many samples of the longest length the smallest cache holds, and how
     many the engine would run.
     """
     rooms: dict[str, tuple[int, int]] = {}
-    for device in found.devices:
+    for device in plan.devices:
         for worker in device.workers:
             if worker.num_samples < worker.most_samples and device.fits:
                 role = worker.worker_id.rpartition("-")[0]
-                own = worker.num_samples, worker.most_samples
-                rooms[role] = min(own, rooms.get(role, own))
+                room = worker.num_samples, worker.most_samples
+                rooms[role] = min(room, rooms.get(role, room))
     return rooms
 
 
@@ -157,17 +158,17 @@ def _stages(seconds: StageSeconds) -> dict[str, float]:
 
 
 def _as_tree(planned: PlannedRun) -> dict[str, Any]:
-    found = planned.plan
+    plan = planned.plan
     return {
-        "fits": found.fits,
-        "change": found.change,
+        "fits": plan.fits,
+        "change": plan.change,
         "device": planned.device.name,
         "num_devices": planned.num_devices,
-        "micro_batch_tokens": found.tokens,
+        "micro_batch_tokens": plan.tokens,
         "sample_tokens": planned.sample_tokens,
-        "host_bytes": found.host_bytes,
-        "version_bytes": found.version_bytes,
-        "seconds": None if found.seconds is None else _stages(found.seconds),
+        "host_bytes": plan.host_bytes,
+        "version_bytes": plan.version_bytes,
+        "seconds": None if plan.seconds is None else _stages(plan.seconds),
         "devices": [
             {
                 "index": device.index,
@@ -177,6 +178,6 @@ def _as_tree(planned: PlannedRun) -> dict[str, Any]:
                     worker.worker_id: dict(worker.memory.parts) for worker in device.workers
                 },
             }
-            for device in found.devices
+            for device in plan.devices
         ],
     }

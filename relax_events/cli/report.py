@@ -21,6 +21,7 @@ def report(config: Path, *overrides: str) -> int:
     from relax_events.cli.output import print_progress
     from relax_events.config import load_run_config
     from relax_events.dashboard.snapshot import write_snapshot
+    from relax_events.errors import CheckFailed
     from relax_events.history.runs.replay import resolve_parent
     from relax_events.reports.reading_progress import ReadingProgress
     from relax_events.reports.run_report import rewrite_report
@@ -47,4 +48,4 @@ def report(config: Path, *overrides: str) -> int:
     print(f"export the model: {written['export_command']}")
     for problem in ledger.problems():
         print(f"BROKEN  {problem}")
-    return 6 if ledger.problems() else 0
+    return CheckFailed.exit_code if ledger.problems() else 0

@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from relax_events.cli.output import print_json, print_pairs, print_table
+from relax_events.cli.output import (
+    excerpt,
+    format_number,
+    print_fields,
+    print_json,
+    print_rows,
+)
 from relax_events.cli.parameters import Output
-from relax_events.cli.run_reader import excerpt, format_number
 from relax_events.printable import printable
 
 if TYPE_CHECKING:
@@ -25,14 +30,14 @@ def print_description(reward: RewardDescription) -> None:
         print("\n".join(reward.failures))
     if reward.metadata:
         print("\nMetadata that it reads")
-        print_table(["key", "what"], [list(pair) for pair in reward.metadata.items()])
+        print_rows(["key", "what"], [list(pair) for pair in reward.metadata.items()])
     if reward.options:
         print("\nOptions, for [reward.options]")
         rows = [
             [option.name, option.kind, "required" if option.is_required else repr(option.default)]
             for option in reward.options
         ]
-        print_table(["option", "type", "default"], rows)
+        print_rows(["option", "type", "default"], rows)
     if reward.source:
         print(f"\nSource: {reward.source}")
 
@@ -81,10 +86,10 @@ def print_comparison(
             "became informative": result.num_became_informative,
             "became uninformative": result.num_became_uninformative,
         }
-    print_pairs(lines)
+    print_fields(lines)
     for example in result.examples:
         print(f"\nsample {excerpt(example.sample_id, 200)}")
-        print_pairs(
+        print_fields(
             {
                 "reference": excerpt(example.answer, 200),
                 "completion ends": excerpt(example.completion_end[-120:], 200),
@@ -118,7 +123,7 @@ def print_scored(one: ScoredCompletion) -> None:
         "found": one.location,
         "why": one.why,
     }
-    print_pairs({key: value for key, value in fields.items() if value is not None})
+    print_fields({key: value for key, value in fields.items() if value is not None})
 
 
 def print_all_scored(scored: Sequence[ScoredCompletion]) -> None:
@@ -133,4 +138,4 @@ def print_all_scored(scored: Sequence[ScoredCompletion]) -> None:
         ]
         for one in scored
     ]
-    print_table(["line", "reward", "answer", "found", "why"], rows)
+    print_rows(["line", "reward", "answer", "found", "why"], rows)

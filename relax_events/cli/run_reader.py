@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,8 +86,8 @@ def open_run(
     )
     with cluster.running(by=f"relax {name}"):
         connection = cluster.connection(name=name)
-        found = read_run(connection, run if run_file is None else run_file.run.id)
-        settings = run_file or found.config
+        summary = read_run(connection, run if run_file is None else run_file.run.id)
+        settings = run_file or summary.config
         if settings is None:
             raise ConfigError(
                 f"the log of run {run} does not describe it: it is half deleted; give its run file"
@@ -108,19 +107,3 @@ def reader_may_leave() -> Iterator[None]:
     """Exit without an error on Ctrl-C."""
     with suppress(KeyboardInterrupt):
         yield
-
-
-def clock_time(micros: int) -> str:
-    """Write a time for people, UTC."""
-    return datetime.fromtimestamp(micros / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def format_number(value: float | None, digits: int = 3) -> str:
-    """Write a number for people; a dash when there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def excerpt(text: str, length: int) -> str:
-    """Return the begin of a text on one line."""
-    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text[: length + 1])
-    return shown if len(shown) <= length else f"{shown[: max(length - 3, 0)]}..."

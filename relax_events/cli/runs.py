@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from relax_events.cli.output import accept_source, agreed
+from relax_events.cli.output import accept_source, agreed, format_time
 from relax_events.cli.parameters import (
     DEFAULT_BROKER,
     BrokerOptions,
@@ -19,7 +19,7 @@ from relax_events.cli.parameters import (
     RunFile,
     Yes,
 )
-from relax_events.cli.run_reader import clock_time
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.history.cluster import Cluster
@@ -83,22 +83,20 @@ def list_runs(
     Args:
         run_file: A run file whose broker is meant, as --config.
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import format_number, print_rows
     from relax_events.history.runs.listing import read_runs
 
     with _connection(replace(broker, config=broker.config or run_file)) as connection:
-        rows = [run.as_row() for _, run in sorted(read_runs(connection).items())]
-    if output == "json":
-        print_json(rows)
-        return
-    for row in rows:
-        row["reward"] = "-" if row["reward"] is None else f"{row['reward']:.3f}"
-        row["started_at"] = _time(row["started_at"])
-    print_table(list(COLUMNS), [[row[name] for name in COLUMNS.values()] for row in rows])
+        runs = [run.as_row() for _, run in sorted(read_runs(connection).items())]
+    rows = []
+    for run in runs:
+        shown = run | {"reward": format_number(run["reward"]), "started_at": _time(run)}
+        rows.append([shown[name] for name in COLUMNS.values()])
+    print_rows(list(COLUMNS), rows, output, data=runs)
 
 
-def _time(micros: int) -> str:
-    return clock_time(micros) if micros else ""
+def _time(run: dict[str, Any]) -> str:
+    return format_time(run["started_at"]) if run["started_at"] else ""
 
 
 @app.command
@@ -116,7 +114,7 @@ def show(
     Args:
         run_id: The run.
     """
-    from relax_events.cli.output import print_json, print_pairs, print_table
+    from relax_events.cli.output import print_fields, print_json, print_rows
     from relax_events.history.runs.details import details_as_dict, read_details
     from relax_events.history.runs.listing import read_run
 
@@ -126,8 +124,8 @@ def show(
             print_json(tree)
             return
         steps = tree.pop("steps")
-        tree["run"] |= {"started_at": _time(tree["run"]["started_at"])}
-        print_pairs(
+        tree["run"] |= {"started_at": _time(tree["run"])}
+        print_fields(
             {
                 part: {name: _joined(value) for name, value in values.items()}
                 for part, values in tree.items()
@@ -135,7 +133,7 @@ def show(
         )
         if steps:
             columns = list(steps[-1])
-            print_table(
+            print_rows(
                 columns, [[_format_metric(step.get(name)) for name in columns] for step in steps]
             )
 
@@ -156,17 +154,14 @@ def audit(
     """
     from dataclasses import asdict
 
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.history.run_log import RunLog
     from relax_events.history.runs.changes import read_changes
 
     with broker.open_run(run, name="audit") as settings, RunLog(settings, name="audit") as log:
         changes = [asdict(one) for one in read_changes(log)]
-    if output == "json":
-        print_json(changes)
-        return
-    rows = [[_time(one["requested_at"]), *(one[name] for name in CHANGE)] for one in changes]
-    print_table(["time", *CHANGE], rows)
+    rows = [[format_time(one["requested_at"]), *(one[name] for name in CHANGE)] for one in changes]
+    print_rows(["time", *CHANGE], rows, output, data=changes)
 
 
 @app.command
@@ -200,7 +195,7 @@ def stop(
         print_json(asdict(done))
     else:
         print(done.text)
-    return 6 if done.not_drained else 0
+    return CheckFailed.exit_code if done.not_drained else 0
 
 
 def _joined(value: Any) -> Any:
@@ -271,7 +266,7 @@ def delete(
         if dry_run:
             return 0
         if not agreed(f"delete all this of run {run_id}?", yes=yes):
-            return 6
+            return CheckFailed.exit_code
         delete_run(connection, deletion)
         return 0
 
@@ -279,7 +274,7 @@ def delete(
 def _show_deletion(deletion: Deletion, output: Output) -> None:
     import sys
 
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
 
     rows = [
         *(["topic", name, f"{count} partitions"] for name, count in deletion.topics.items()),
@@ -290,10 +285,7 @@ def _show_deletion(deletion: Deletion, output: Output) -> None:
             else []
         ),
     ]
-    if output == "json":
-        print_json([dict(zip(("kind", "name", "detail"), row, strict=True)) for row in rows])
-    else:
-        print_table(["kind", "name", "detail"], rows)
+    print_rows(["kind", "name", "detail"], rows, output)
     if deletion.note:
         print(f"note: {deletion.note}", file=sys.stderr)
 
@@ -417,9 +409,11 @@ def _train(
         print(format_closing_line(report, settings.run_directory))
         if not verify:
             return 0
-        found = verify_replay(
+        verdict = verify_replay(
             Cluster.from_run_file(settings).connection(name="runs"), choice.run, new
         )
-        same = f"{found.num_steps} steps are those of {choice.run}, bit for bit"
-        print(f"differs from {choice.run}: {found.difference}" if found.difference else same)
-        return 6 if found.difference else 0
+        if verdict.difference:
+            print(f"differs from {choice.run}: {verdict.difference}")
+            return CheckFailed.exit_code
+        print(f"{verdict.num_steps} steps are those of {choice.run}, bit for bit")
+        return 0

@@ -1,7 +1,4 @@
-"""Flags that select samples, shared by commands, and how samples are printed.
-
-Samples as text.
-"""
+"""Flags that select samples, shared by commands, and samples as text."""
 
 from __future__ import annotations
 
@@ -11,11 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_events.cli.output import print_table
-from relax_events.cli.run_reader import clock_time, excerpt, format_number
+from relax_events.cli.output import excerpt, format_number, format_time, print_rows
 
 if TYPE_CHECKING:
+    from relax_events.events.parts import Array, ChatMessage, ContentPart
+    from relax_events.events.types import SampleScored
+    from relax_events.history.samples.detail import SampleDetail, TokenRow
     from relax_events.history.samples.filter import SampleFilter
+    from relax_events.history.samples.view import SampleLine
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,6 @@ class Which:
         )
 
 
-if TYPE_CHECKING:
-    from relax_events.events.parts import Array, ChatMessage, ContentPart
-    from relax_events.events.types import SampleScored
-    from relax_events.history.samples.detail import SampleDetail, TokenRow
-    from relax_events.history.samples.view import SampleLine
-
 HEAD = (
     f"{'sample':<17} {'version':>7}  {'outcome':<13} {'reward':>7} {'tokens':>6}  {'end':<6}  "
     "completion"
@@ -127,7 +121,7 @@ def print_sample(detail: SampleDetail) -> None:
     print("\n".join(sample_text(detail)))
     if detail.tokens:
         print()
-        print_table(
+        print_rows(
             TOKEN_COLUMNS, [token_cells(index, row) for index, row in enumerate(detail.tokens)]
         )
 
@@ -137,7 +131,7 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
     sample, view = detail.view.sample, detail.view
     yield (
         f"sample {sample.sample_id} at {view.position}, generated "
-        f"{clock_time(sample.rolled_out_at)} by {sample.worker_id}"
+        f"{format_time(sample.rolled_out_at)} by {sample.worker_id}"
     )
     for message in (*sample.messages, *sample.turns[:-1]):
         yield from indented(message.role, message_text(message))

@@ -77,13 +77,13 @@ def _lines(
         read_lines,
     )
 
-    wanted, starts = which.as_filter(), live_starts(log)
+    selection, starts = which.as_filter(), live_starts(log)
     if from_beginning:
-        yield from read_lines(log, wanted)
+        yield from read_lines(log, selection)
     elif last:
-        yield from read_last_lines(log, wanted, count=last)
+        yield from read_last_lines(log, selection, count=last)
     if follow:
-        yield from follow_samples(log, wanted, starts)
+        yield from follow_samples(log, selection, starts)
 
 
 @app.command
@@ -147,9 +147,11 @@ def export(
     from relax_events.history.samples.reader import read_last_samples, read_samples
     from relax_events.reports.sample_export import export_samples
 
-    wanted = which.as_filter()
+    selection = which.as_filter()
     with open_run_log(config, overrides, name="samples") as log:
-        views = read_last_samples(log, wanted, count=last) if last else read_samples(log, wanted)
+        views = (
+            read_last_samples(log, selection, count=last) if last else read_samples(log, selection)
+        )
         with reader_may_leave() if output_file is None else nullcontext():
             rows = export_samples(
                 log,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from relax_events.cli.output import agreed
+from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.controller.api_client import ScaleClient
@@ -18,7 +20,6 @@ app = App(
         "Scale workers at runtime.\n\nExample: relax scale out configs/quickstart.toml --replicas 3"
     ),
 )
-Output = Literal["table", "json"]
 Target = Annotated[
     int,
     Parameter(
@@ -60,8 +61,8 @@ def _client(
 
 @app.command
 def out(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     replicas: Target = 0,
     engine_url: Urls = (),
     model: str = "default",
@@ -78,9 +79,6 @@ def out(
     Example: relax scale out configs/quickstart.toml --replicas 3
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        replicas: Total number of workers after the change; leave out with --engine-url.
         engine_url: An SGLang server, as http://host:port; may be given several times.
         model: `default` are the rollout workers; reward, judge, reference, actor-forward and
             teacher can be scaled as well.
@@ -88,9 +86,6 @@ def out(
             scaling.timeout_seconds.
         key: Idempotency key: a repeated call with the same key makes no second request.
         dry_run: Say what would be done, and do nothing.
-        url: Address of the API; by default from the run's folder.
-        token_file: File that holds its token; by default the run's own.
-        output: A table to read, or JSON for programs.
     """
     body = {
         "model_name": model,
@@ -106,8 +101,8 @@ def out(
 
 @app.command(name="in")
 def scale_in(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     replicas: Target = 0,
     engine_url: Urls = (),
     model: str = "default",
@@ -115,7 +110,7 @@ def scale_in(
     force: bool = False,
     key: str = "",
     dry_run: bool = False,
-    yes: bool = False,
+    yes: Yes = False,
     url: Api = "",
     token_file: TokenFile = None,
     output: Output = "table",
@@ -125,9 +120,6 @@ def scale_in(
     Example: relax scale in configs/quickstart.toml --replicas 1 --dry-run
 
     Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        replicas: Total number of workers after the change; leave out with --engine-url.
         engine_url: An SGLang server to remove, as http://host:port; may be given several times.
         model: `default` are the rollout workers; reward, judge, reference, actor-forward and
             teacher can be scaled as well.
@@ -135,10 +127,6 @@ def scale_in(
         force: Don't drain: other workers generate their prompt groups again.
         key: Idempotency key: a repeated call with the same key makes no second request.
         dry_run: Show which workers would be removed, and remove none.
-        yes: Don't ask.
-        url: Address of the API; by default from the run's folder.
-        token_file: File that holds its token; by default the run's own.
-        output: A table to read, or JSON for programs.
     """
     client = _client(config, overrides, url, token_file)
     body = {
@@ -153,15 +141,15 @@ def scale_in(
         _show_answer(rehearsed, output)
         return 0
     if not agreed(f"Remove workers {', '.join(rehearsed['selected_engines'])}?", yes=yes):
-        return 6
+        return CheckFailed.exit_code
     _show_answer(client.call("POST", "scale_in", body, key=key), output)
     return 0
 
 
 @app.command
 def status(
-    config: Path,
-    *overrides: str,
+    config: RunFile,
+    *overrides: Overrides,
     url: Api = "",
     token_file: TokenFile = None,
     output: Output = "table",
@@ -169,15 +157,8 @@ def status(
     """Show the workers of the scalable roles, and the scaling requests.
 
     Example: relax scale status configs/quickstart.toml
-
-    Args:
-        config: The run file, TOML.
-        overrides: section.key=value, overrides the run file.
-        url: Address of the API; by default from the run's folder.
-        token_file: File that holds its token; by default the run's own.
-        output: A table to read, or JSON for programs.
     """
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
 
     client = _client(config, overrides, url, token_file)
     engines = client.call("GET", "engines")
@@ -187,9 +168,6 @@ def status(
         for request in client.call("GET", route)["requests"]
     ]
     requests.sort(key=lambda request: request["created_at"])
-    if output == "json":
-        print_json({"engines": engines, "requests": requests})
-        return
     rows = [
         (name, engine)
         for name, model in engines["models"].items()
@@ -197,43 +175,36 @@ def status(
         for engine in group["engines"]
     ]
     columns = ("engine_id", "status", "policy_version", "pid", "node_id", "url")
-    print_table(
+    print_rows(
         ("model", "worker", "state", "version", "pid", "host", "server"),
-        [[name, *(_cell(engine[key]) for key in columns)] for name, engine in rows],
+        [[name, *(engine[key] for key in columns)] for name, engine in rows],
+        output,
+        data={"engines": engines, "requests": requests},
     )
-    if requests:
+    if requests and output == "table":
         print()
-        print_table(COLUMNS, [_row(request) for request in requests])
+        print_rows(COLUMNS, [_row(request) for request in requests])
 
 
 def _row(request: dict[str, Any]) -> list[str]:
-    from relax_events.cli.run_reader import clock_time, excerpt
+    from relax_events.cli.output import excerpt, format_time
 
-    named = request["engine_ids"] or request["selected_engines"]
-    made, error = (
-        clock_time(int(request["created_at"] * 1e6)),
-        excerpt(request["error_message"] or "-", 80),
-    )
     return [
         request["request_id"],
         request["status"],
         request["model_name"],
-        " ".join(named),
+        " ".join(request["engine_ids"] or request["selected_engines"]),
         request["kind"],
-        made,
-        error,
+        format_time(int(request["created_at"] * 1e6)),
+        excerpt(request["error_message"] or "-", 80),
     ]
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else str(value)
 
 
 @app.command
 def cancel(
-    config: Path,
+    config: RunFile,
     request: str,
-    *overrides: str,
+    *overrides: Overrides,
     url: Api = "",
     token_file: TokenFile = None,
     output: Output = "table",
@@ -243,12 +214,7 @@ def cancel(
     Example: relax scale cancel configs/quickstart.toml scale-out-0123456789ab
 
     Args:
-        config: The run file, TOML.
         request: Its id, as `relax scale status` shows it.
-        overrides: section.key=value, overrides the run file.
-        url: Address of the API; by default from the run's folder.
-        token_file: File that holds its token; by default the run's own.
-        output: A table to read, or JSON for programs.
     """
     from urllib.parse import quote
 

@@ -12,6 +12,7 @@ from cyclopts import App
 
 from relax_events.cli.output import agreed
 from relax_events.cli.parameters import Output, Overrides, Yes
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.events.compatibility import Incompatibility
@@ -49,7 +50,7 @@ def check(
         with attach(load_run_config(config, overrides), by="relax schemas") as settings:
             problems += check_run(settings, folder)
     _show_problems(problems, find_unreleased(folder), output)
-    return 6 if problems else 0
+    return CheckFailed.exit_code if problems else 0
 
 
 @app.command
@@ -70,8 +71,10 @@ def diff(
     from relax_events.events.schemas import find_release
 
     folder = _folder(directory)
-    found = changes(find_release(folder, old).schemas, find_release(folder, new).schemas)
-    rows = [[change.schema, change.field, change.what] for change in found]
+    rows = [
+        [change.schema, change.field, change.what]
+        for change in changes(find_release(folder, old).schemas, find_release(folder, new).schemas)
+    ]
     print_rows(["schema", "field", "change"], rows, output)
 
 
@@ -94,11 +97,11 @@ def show(
     """
     from relax_events.events.schemas import find_release
 
-    found = find_release(_folder(directory), release)
+    schemas = find_release(_folder(directory), release)
     if name:
-        _show_event(found.find(name), output)
+        _show_event(schemas.find(name), output)
     else:
-        _show_list(found.schemas, output)
+        _show_list(schemas.schemas, output)
 
 
 @app.command(name="release")
@@ -127,7 +130,7 @@ def add_release(
     if dry_run:
         return 0
     if not agreed("write this release?", yes=yes):
-        return 6
+        return CheckFailed.exit_code
     print(write_release(folder, release))
     return 0
 
@@ -154,7 +157,7 @@ def _show_problems(problems: list[Incompatibility], unreleased: list[str], outpu
 
 
 def _show_event(schema: Schema, output: Output) -> None:
-    from relax_events.cli.output import print_json, print_pairs, print_rows
+    from relax_events.cli.output import print_fields, print_json, print_rows
     from relax_events.events.compatibility import field_rows
     from relax_events.events.schemas import name_of, schema_fingerprint
 
@@ -167,7 +170,7 @@ def _show_event(schema: Schema, output: Output) -> None:
     if output == "json":
         print_json({**facts, "fields": list(map(asdict, fields)), "schema": schema})
         return
-    print_pairs(facts)
+    print_fields(facts)
     rows = [[row.path, row.logical_type or row.type, row.default, row.doc] for row in fields]
     print_rows(["path", "type", "default", "doc"], rows, output)
 

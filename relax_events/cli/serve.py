@@ -147,14 +147,14 @@ def _find_base(model: Path, base: Path | None) -> tuple[Path, LoRAConfig | None]
         return model, None
     from relax_events.models.adapter_folder import read_adapter_config
 
-    found = read_adapter_config(model)
-    path = base or Path(found.base)
+    adapters = read_adapter_config(model)
+    path = base or Path(adapters.base)
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"the adapters in {model} belong to the base model {found.base or '(unnamed)'}, and "
+            f"the adapters in {model} belong to the base model {adapters.base or '(unnamed)'}, and "
             f"{path} is no folder of a model; give its folder as --base"
         )
-    return path, found.config
+    return path, adapters.config
 
 
 def _require_packages() -> None:
@@ -180,15 +180,15 @@ def _open_token(file: Path | None) -> str:
 
     from relax_events.secret_handling import hide, read_secret, write_private
 
-    if file is None and (given := os.environ.pop(TOKEN_VARIABLE, "")):
-        hide(given)
-        return given
-    own = Path(OWN_TOKEN_FILE)
-    if file is None and not own.exists():
+    if file is None and (token := os.environ.pop(TOKEN_VARIABLE, "")):
+        hide(token)
+        return token
+    path = file or Path(OWN_TOKEN_FILE)
+    if file is None and not path.exists():
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        write_private(own, token.encode())
-        print(f"token: {token} (in {own.absolute()}, shown once)", file=sys.stderr, flush=True)
-    token = read_secret(file or own, key="--token-file" if file else OWN_TOKEN_FILE)
+        write_private(path, token.encode())
+        print(f"token: {token} (in {path.absolute()}, shown once)", file=sys.stderr, flush=True)
+    token = read_secret(path, key="--token-file" if file else OWN_TOKEN_FILE)
     hide(token)
     return token
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output
 
 if TYPE_CHECKING:
     from relax_events.projections.run_view import RunView
@@ -27,7 +27,7 @@ def status(
     *,
     once: bool = False,
     broker: BrokerOptions = DEFAULT_BROKER,
-    output: Literal["table", "json"] = "table",
+    output: Output = "table",
 ) -> None:
     """Show the progress of a run: live on a terminal until it ends or Ctrl-C, else once. The run is
     not touched.
@@ -57,7 +57,7 @@ def status(
 
 
 def _print(view: RunView, *, with_workers: bool = True) -> None:
-    from relax_events.cli.output import print_table
+    from relax_events.cli.output import print_rows
     from relax_events.reports.terminal import format_progress
 
     reason = f": {view.reason}" if view.reason else ""
@@ -65,10 +65,8 @@ def _print(view: RunView, *, with_workers: bool = True) -> None:
     if with_workers:
         print(format_progress(view))
         rows = [[_cell(getattr(row, name)) for name in COLUMNS.values()] for row in view.workers]
-        print_table(list(COLUMNS), rows)
+        print_rows(list(COLUMNS), rows)
 
 
-def _cell(value: str | float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def _cell(value: str | float | None) -> str | int | None:
+    return f"{value:.3g}" if isinstance(value, float) else value

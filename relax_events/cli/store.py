@@ -25,18 +25,15 @@ def rights(*, output: Output = "table") -> None:
     """
     from dataclasses import asdict
 
-    from relax_events.cli.output import print_json, print_table
+    from relax_events.cli.output import print_rows
     from relax_events.objects.rights import STORE_RIGHTS
 
-    found = {principal: asdict(given) for principal, given in STORE_RIGHTS.items()}
-    if output == "json":
-        print_json(found)
-        return
+    rights_by_role = {role: asdict(rights) for role, rights in STORE_RIGHTS.items()}
     rows = [
-        [principal, *(" ".join(folders) or "none" for folders in given.values())]
-        for principal, given in found.items()
+        [role, *(" ".join(folders) or "none" for folders in rights.values())]
+        for role, rights in rights_by_role.items()
     ]
-    print_table(["role", "reads", "writes", "deletes"], rows)
+    print_rows(["role", "reads", "writes", "deletes"], rows, output, data=rights_by_role)
 
 
 @app.command

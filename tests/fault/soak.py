@@ -35,7 +35,7 @@ from node import Node, choose_ports, node_behind_link
 from run_setup import default_config, lay_out, make_model, merge_config
 from soak_faults import FAULTS, MAX_RESTARTS, SLOW_FACTOR, Fault, delete, files_below
 
-from relax_events.cli.output import print_table
+from relax_events.cli.output import print_rows
 from relax_events.config import RunConfig
 from relax_events.kafka.embedded import EmbeddedBroker
 
@@ -406,7 +406,7 @@ def sizes(run: FaultRun) -> dict[str, int]:
 def show(summary: dict[str, Any]) -> None:
     """Print the table at the end."""
     columns = ("fault", "injected", "recovered", "p50 s", "max s", "bound s")
-    print_table(
+    print_rows(
         columns,
         [
             (kind, *("" if value is None else value for value in metrics.values()))

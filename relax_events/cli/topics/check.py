@@ -5,6 +5,7 @@ from __future__ import annotations
 from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
 from relax_events.cli.topics.run_topics import open_run
+from relax_events.errors import CheckFailed
 
 
 def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> int:
@@ -28,4 +29,4 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
         for item in findings
     ]
     print_rows(["verdict", "what", "finding", "remedy"], rows, output)
-    return 0 if all(item.is_good for item in findings) else 6
+    return 0 if all(item.is_good for item in findings) else CheckFailed.exit_code

@@ -20,15 +20,15 @@ def describe(config: RunFile, *overrides: Overrides, output: Output = "table") -
     with open_run(config, overrides) as (settings, admin):
         topics = TopicPlan.from_config(settings)
         docs = {spec.name: spec.doc for spec in topics.specs()}
-        found = admin.topics(topics.topic(""))
+        states = admin.topics(topics.topic(""))
         partitions = [
             (state.name, partition)
-            for state in found.values()
+            for state in states.values()
             for partition in range(state.num_partitions)
         ]
         begins, ends = admin.beginning_offsets(partitions), admin.end_offsets(partitions)
         rows = []
-        for name, state in sorted(found.items()):
+        for name, state in sorted(states.items()):
             mine = [partition for partition in partitions if partition[0] == name]
             gone = sum(begins[partition] for partition in mine)
             kept = sum(ends[partition] - begins[partition] for partition in mine)

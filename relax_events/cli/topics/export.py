@@ -35,12 +35,12 @@ def export_run(
     from relax_events.ops.run_export import ExportFilter, export_run, parse_versions
 
     with open_run(config, overrides) as (settings, admin):
-        wanted = ExportFilter(entity, parse_versions(version))
+        selection = ExportFilter(entity, parse_versions(version))
         manifest = export_run(
             settings,
             admin,
             folder,
-            wanted,
+            selection,
             with_objects=objects,
             report=lambda line: print(line, file=sys.stderr),
         )

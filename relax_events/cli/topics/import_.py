@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, Yes
 from relax_events.cli.topics.run_topics import open_run
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.ops.run_import import ImportPlan
@@ -53,7 +54,7 @@ def import_run(
             return 0
         if plan.partitions:
             if not agreed(f"write {plan.num_records} records as run {settings.run.id}?", yes=yes):
-                return 6
+                return CheckFailed.exit_code
             import_run(
                 settings,
                 admin,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
 from relax_events.cli.topics.run_topics import open_run
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.config import RunConfig
@@ -28,7 +29,7 @@ def plan(
         allow: A danger that is agreed to, once for each.
     """
     with open_run(config, overrides, may_be_new=True) as (settings, admin):
-        return 6 if _show_changes(settings, admin, allow, output) else 0
+        return CheckFailed.exit_code if _show_changes(settings, admin, allow, output) else 0
 
 
 def apply(
@@ -61,7 +62,7 @@ def apply(
         require_allowed(changes, allow=allow)
         what = f"make {len(changes)} change(s) and publish {num_missing} schema(s)?"
         if not agreed(what, yes=yes):
-            return 6
+            return CheckFailed.exit_code
         apply_topics(settings, admin, allow=allow)
         publish_schemas(settings, admin)
         return 0
@@ -75,9 +76,9 @@ def _show_changes(
     from relax_events.topics import TopicPlan
 
     topics = TopicPlan.from_config(settings)
-    found = admin.topics(topics.topic(""))
-    changes = plan_changes(topics.specs(), found, allow=allow)
-    at_stake = count_records_at_risk(changes, admin, found)
+    states = admin.topics(topics.topic(""))
+    changes = plan_changes(topics.specs(), states, allow=allow)
+    at_stake = count_records_at_risk(changes, admin, states)
     rows = [
         [change.kind, change.topic, change.detail, change.danger, at_stake.get(change.topic)]
         for change in changes

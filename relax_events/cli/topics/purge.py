@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
 from relax_events.cli.topics.run_topics import open_run
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.ops.run_purger import PlannedPurge
@@ -43,7 +44,7 @@ def purge(
             if dry_run or not total:
                 return 0
             if not agreed(f"delete {total} records for good?", yes=yes):
-                return 6
+                return CheckFailed.exit_code
             purge.apply()
         return 0
 

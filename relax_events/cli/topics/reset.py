@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
 from relax_events.cli.topics.run_topics import open_run
+from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
     from relax_events.ops.offset_reset import ResetPlan
@@ -66,7 +67,7 @@ def reset(
             return 0
         require_safe_reset(admin, plan, allow=allow)
         if not agreed(f"move {len(plan.moves)} offset(s) of {plan.consumer_group}?", yes=yes):
-            return 6
+            return CheckFailed.exit_code
         apply_reset(admin, plan, allow=allow)
         return 0
 

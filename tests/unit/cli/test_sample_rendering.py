@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from event_samples import ended, rolled_out, sample_key, scored
 
-from relax_events.cli.run_reader import excerpt
+from relax_events.cli.output import excerpt
 from relax_events.cli.sample_rendering import (
     HEAD,
     line_text,

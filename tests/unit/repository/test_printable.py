@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from relax_events.cli.output import print_json, print_pairs, print_table
+from relax_events.cli.output import print_fields, print_json, print_rows
 from relax_events.printable import PrintableStream, printable
 
 
@@ -23,8 +23,8 @@ def test_printable_escapes_control_characters() -> None:
 def test_printed_tables_escape_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr("sys.stdout", PrintableStream(written))
-    print_table(["worker"], [["reward-0\x1b[2J"]])
-    print_pairs({"error": "\x07"})
+    print_rows(["worker"], [["reward-0\x1b[2J"]])
+    print_fields({"error": "\x07"})
     assert "\x1b" not in written.getvalue()
     assert "\x07" not in written.getvalue()
     assert r"reward-0\u001b[2J" in written.getvalue()
