@@ -38,5 +38,5 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             listeners=(versions.apply, reader.subscribe(lambda: None)),
-            may_work=turns.loop_of("actor-forward"),
+            may_work=turns.bind_role("actor-forward"),
         ).run()

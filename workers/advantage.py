@@ -63,13 +63,13 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 def needed_model_roles(algorithm: AlgorithmConfig) -> frozenset[str]:
     """Return the roles whose log-probabilities or values a sample needs for training."""
-    wanted = {
+    needs_by_role = {
         "reference": algorithm.needs_reference,
         "actor": algorithm.old_logprobs == "actor",
         "critic": algorithm.needs_critic,
         "teacher": algorithm.distills,
     }
-    return frozenset(name for name, needed in wanted.items() if needed)
+    return frozenset(name for name, needed in needs_by_role.items() if needed)
 
 
 class AdvantageLoop:
@@ -236,15 +236,15 @@ class AdvantageLoop:
 
     def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
         """Return a sample's reward; 0 in a run without rewards."""
-        return group.reward_of(sample) if self._has_rewards else 0.0
+        return group.get_reward(sample) if self._has_rewards else 0.0
 
-    def _components_of(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:
+    def _get_components(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:
         return group.scores[sample.sample_id].components if self._has_rewards else {}
 
-    def _turn_rewards_of(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
+    def _get_turn_rewards(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
         return group.scores[sample.sample_id].turn_rewards if self._has_rewards else None
 
-    def _token_rewards_of(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
+    def _get_token_rewards(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
         return group.scores[sample.sample_id].token_rewards if self._has_rewards else None
 
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
@@ -255,7 +255,7 @@ class AdvantageLoop:
     def _rewarded(self, group: JoinedGroup, sample: SampleRolledOut) -> RewardedSample:
         evaluated = {
             name: dense(values, what=f"sample {sample.sample_id}: {name}")
-            for name, values in _evaluations_of(group, sample).items()
+            for name, values in _collect_evaluations(group, sample).items()
         }
         policy_logprobs = evaluated.pop("actor_logprobs", None)
         if self._worker.config.algorithm.old_logprobs != "actor":
@@ -263,19 +263,19 @@ class AdvantageLoop:
         return RewardedSample(
             sample_id=sample.sample_id,
             reward=self._get_reward(group, sample),
-            components=self._components_of(group, sample),
+            components=self._get_components(group, sample),
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             policy_logprobs=policy_logprobs,
             is_truncated=sample.finish_reason is FinishReason.LENGTH,
-            turn_rewards=_dense(self._turn_rewards_of(group, sample), sample),
-            token_rewards=_dense(self._token_rewards_of(group, sample), sample),
+            turn_rewards=_dense(self._get_turn_rewards(group, sample), sample),
+            token_rewards=_dense(self._get_token_rewards(group, sample), sample),
             **evaluated,
         )
 
     def _build_ready(
         self, group: JoinedGroup, sample: SampleRolledOut, *, advantages: NDArray[np.float32]
     ) -> SampleReady:
-        evaluated = _evaluations_of(group, sample)
+        evaluated = _collect_evaluations(group, sample)
         taught = group.logprobs.get("teacher", {}).get(sample.sample_id)
         return SampleReady(
             key=sample.key,
@@ -292,9 +292,9 @@ class AdvantageLoop:
             topk_teacher_logprobs=None if taught is None else taught.topk_logprobs,
             advantages=advantages,
             reward=self._get_reward(group, sample),
-            components=self._components_of(group, sample),
-            turn_rewards=self._turn_rewards_of(group, sample),
-            token_rewards=self._token_rewards_of(group, sample),
+            components=self._get_components(group, sample),
+            turn_rewards=self._get_turn_rewards(group, sample),
+            token_rewards=self._get_token_rewards(group, sample),
             temperature=sample.temperature,
             num_prompt_tokens=sample.num_prompt_tokens,
             finish_reason=sample.finish_reason,
@@ -366,12 +366,12 @@ class AdvantageLoop:
             self._committed.pop((offset.topic, offset.partition), None)
 
 
-def _evaluations_of(group: JoinedGroup, sample: SampleRolledOut) -> dict[str, Array]:
+def _collect_evaluations(group: JoinedGroup, sample: SampleRolledOut) -> dict[str, Array]:
     """Return what models computed for a sample, by the field of a ready sample that holds it."""
     return {
-        EVALUATION_FIELDS[role]: found.values
+        EVALUATION_FIELDS[role]: evaluation.values
         for role, results in group.logprobs.items()
-        if (found := results.get(sample.sample_id)) is not None
+        if (evaluation := results.get(sample.sample_id)) is not None
     }
 
 

@@ -197,7 +197,9 @@ class ControllerLoop:
         """Follow the run whose steps this run replays: end once it has ended and all its steps are
         trained.
         """
-        source = ParentRun.read(self._worker.connection, self._config.parent.run, own=self._config)
+        source = ParentRun.read(
+            self._worker.connection, self._config.parent.run, child_config=self._config
+        )
         self._leader = RunState()
         self._leader_follower = ControlFollower(
             self._worker.connection, source.plan, source.codec()

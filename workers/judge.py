@@ -135,13 +135,13 @@ class JudgeScorer:
 
     def cancel(self, keys: Collection[Key]) -> None:
         """Cancel judgements that are no longer needed."""
-        dropped, wanted = (
+        dropped, cancelled_keys = (
             [name for name, asked in self._asked.items() if asked.key in keys],
             set(keys),
         )
         for name in dropped:
             del self._asked[name]
-        self._done = [done for done in self._done if done[0] not in wanted]
+        self._done = [done for done in self._done if done[0] not in cancelled_keys]
         self._engine.abort(dropped)
 
     def _request(self, name: str, asked: PendingSample) -> GenerationRequest:

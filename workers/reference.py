@@ -56,7 +56,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             evaluate,
             max_tokens=config.trainer.max_tokens_per_micro_batch,
             listeners=(versions.apply,) if every else (),
-            may_work=turns.loop_of("reference"),
+            may_work=turns.bind_role("reference"),
         ).run()
 
 
@@ -69,17 +69,17 @@ def _refreshed(versions: VersionedWeights, config: RunConfig) -> UseVersion:
     """Return a function that loads the reference of a sample's version."""
 
     def use(policy_version: int) -> int:
-        wanted = reference_version(
+        loaded_version = reference_version(
             policy_version,
             every=config.algorithm.reference_every,
             first_version=config.first_version,
         )
         try:
-            return versions.use(wanted)
+            return versions.use(loaded_version)
         except WeightsError as error:
             raise RunFailed(
-                f"the reference of version {policy_version} is version {wanted}, whose weights "
-                f"can't be read: {error}"
+                f"the reference of version {policy_version} is version {loaded_version}, whose "
+                f"weights can't be read: {error}"
             ) from error
 
     return use

@@ -107,10 +107,10 @@ class TeacherScorer(LogprobScorer):
         scores: dict[int, SampleScores] = {}
         for section, chosen in indices.items():
             asked = [samples[index] for index in chosen]
-            scores |= zip(chosen, self._scores_of(self._teachers[section], asked), strict=True)
+            scores |= zip(chosen, self._score_samples(self._teachers[section], asked), strict=True)
         return [scores[index] for index in range(len(samples))]
 
-    def _scores_of(
+    def _score_samples(
         self, teacher: TopTokenScorer, samples: Sequence[SampleRolledOut]
     ) -> list[SampleScores]:
         if not self._algorithm.has_topk_loss:

@@ -143,7 +143,7 @@ class TrainLoop:
         self._began_ns = 0
         backend.on_progress(worker.lifecycle.record_progress)  # until a step can be committed
         self._source = (
-            ParentRun.read(worker.connection, self._config.parent.run, own=self._config)
+            ParentRun.read(worker.connection, self._config.parent.run, child_config=self._config)
             if self._config.parent.run
             else None
         )

@@ -159,10 +159,10 @@ def _show_problems(problems: list[Incompatibility], unreleased: list[str], outpu
 def _show_event(schema: Schema, output: Output) -> None:
     from relax_events.cli.output import print_fields, print_json, print_rows
     from relax_events.events.compatibility import field_rows
-    from relax_events.events.schemas import name_of, schema_fingerprint
+    from relax_events.events.schemas import get_full_name, schema_fingerprint
 
     facts: dict[str, Any] = {
-        "name": name_of(schema),
+        "name": get_full_name(schema),
         "doc": schema["doc"],
         "fingerprint": schema_fingerprint(schema).hex(),
     }

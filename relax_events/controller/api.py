@@ -157,13 +157,13 @@ class _Caller:
 
         def audited(service: ScalingService) -> Result:
             try:
-                found = work(service)
+                result = work(service)
             except Exception as error:
                 outcome = REFUSED if isinstance(error, RejectedError) else FAILED
                 service.record(build(answer=str(error), outcome=outcome))
                 raise
-            service.record(build(answer=str(getattr(found, "message", ""))))
-            return found
+            service.record(build(answer=str(getattr(result, "message", ""))))
+            return result
 
         return self.call(audited)
 

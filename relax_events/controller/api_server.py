@@ -41,8 +41,8 @@ class ApiEndpointFile:
     @classmethod
     def from_config(cls, config: RunConfig) -> ApiEndpointFile:
         """Return the paths of the files."""
-        folder, given = config.run_directory, config.scaling.token_file
-        return cls(folder / "api.json", given or folder / "api-token", given is None)
+        folder, token_file = config.run_directory, config.scaling.token_file
+        return cls(folder / "api.json", token_file or folder / "api-token", token_file is None)
 
     def open_token(self) -> str:
         """Return the token that calls must carry; create the run's own token where it is missing.

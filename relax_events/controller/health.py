@@ -77,11 +77,11 @@ class HealthLimits:
 
 def find_symptoms(state: HealthState, limits: HealthLimits, *, now: int) -> dict[str, Symptom]:
     """Return the unhealthy workers and their symptoms."""
-    found = {
+    symptoms = {
         worker_id: _symptom(state, last, limits, now=now)
         for worker_id, last in dict(state.last_heartbeats).items()
     }
-    return {worker_id: symptom for worker_id, symptom in found.items() if symptom is not None}
+    return {worker_id: symptom for worker_id, symptom in symptoms.items() if symptom is not None}
 
 
 def _symptom(

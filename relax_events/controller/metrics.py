@@ -47,10 +47,10 @@ class HealthMetrics(Collector):
         restarted = Counter(
             (act.role, act.symptom) for act in acts if act.level is RecoveryLevel.WORKER_RESTART
         )
-        found = find_symptoms(self._state, self._limits, now=now_micros())
+        symptoms = find_symptoms(self._state, self._limits, now=now_micros())
         symptom_counts = Counter(
             (self._state.last_heartbeats[worker_id].heartbeat.role, symptom)
-            for worker_id, symptom in found.items()
+            for worker_id, symptom in symptoms.items()
         )
         labels = ["role", "symptom"]
         restarts = CounterMetricFamily(
@@ -115,7 +115,7 @@ class ScaleMetrics(Collector):
             "Finished scaling requests.",
             labels=labels,
         )
-        wanted = GaugeMetricFamily(
+        desired_workers = GaugeMetricFamily(
             "relax_workers_desired",
             "Desired number of workers, including those started with the run.",
             labels=["role"],
@@ -129,10 +129,10 @@ class ScaleMetrics(Collector):
                         family.add_metric(
                             [pool.role, kind, status], counts[pool.role, kind, status]
                         )
-            wanted.add_metric(
+            desired_workers.add_metric(
                 [pool.role], pool.num_at_start + len(self._state.remaining_workers(pool.role))
             )
-        yield from (pending, over, wanted)
+        yield from (pending, over, desired_workers)
 
 
 SILENT = "silent"

@@ -30,11 +30,11 @@ def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
     if not has_share_group(config):
         return None
     try:
-        found = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
+        size = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
     except BrokerError as error:
         log.info("share_group_size.read_failed", error=str(error))
         return None
-    return int(found) if found else None
+    return int(size) if size else None
 
 
 def max_rollout_workers(config: RunConfig, size: int) -> int:
@@ -56,9 +56,9 @@ def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
     if size is None:
         return f"the brokers do not report {SHARE_GROUP_SIZE_KEY}"
     num_workers = config.roles()["rollout"]
-    wanted = num_workers * config.num_lanes
-    if wanted > size:
-        needed = f"{num_workers} rollout workers x {config.num_lanes} lanes = {wanted} members"
+    num_members = num_workers * config.num_lanes
+    if num_members > size:
+        needed = f"{num_workers} rollout workers x {config.num_lanes} lanes = {num_members} members"
         raise ConfigError(
             f"{needed} are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} "
             f"= {size}; {REMEDY}"

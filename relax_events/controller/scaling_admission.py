@@ -63,7 +63,7 @@ class ScaleCommand:
     @property
     def digest(self) -> str:
         """Digest of every field but the key."""
-        said = (
+        digest_fields = (
             self.kind.value,
             self.model,
             self.target,
@@ -71,7 +71,7 @@ class ScaleCommand:
             self.timeout_seconds,
             self.force,
         )
-        return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr(digest_fields).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,36 +98,40 @@ def admit(
     Raises:
         RejectedError, NotFoundError, ConflictError: The command is not accepted.
     """
-    if (known := _find_repeated_call(state, command)) is not None:
-        return Admission(known, False, f"request {known.request_id} was made by an identical call")
+    if (earlier_request := _find_repeated_call(state, command)) is not None:
+        return Admission(
+            earlier_request,
+            False,
+            f"request {earlier_request.request_id} was made by an identical call",
+        )
     pool = _find_pool(bounds, command)
     _require_within_bounds(bounds, pool, command)
-    found = (
+    workers_or_reason = (
         _workers_to_add(state, bounds, pool, command)
         if command.kind is Kind.OUT
         else _workers_to_remove(state, pool, command)
     )
-    if isinstance(found, str):
-        return Admission(None, False, found)
-    _require_beyond_tolerance(state, bounds, pool, command, num_changed=len(found))
+    if isinstance(workers_or_reason, str):
+        return Admission(None, False, workers_or_reason)
+    _require_beyond_tolerance(state, bounds, pool, command, num_changed=len(workers_or_reason))
     if (other := state.open_request(pool.model)) is not None:
         raise ConflictError(
             f"request {other.request_id} for {pool.model} is {other.status.value}; wait for "
             "its end, or cancel it"
         )
     return Admission(
-        _build_request(state, bounds, pool, command, found, now=now),
+        _build_request(state, bounds, pool, command, workers_or_reason, now=now),
         True,
-        _describe(command, pool, found),
+        _describe(command, pool, workers_or_reason),
     )
 
 
 def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: ScaleCommand) -> None:
     """Refuse a command that is contradictory, exceeds the bounds, or can't be carried out here."""
     if bool(command.target) == bool(command.urls):
-        given = "both" if command.target else "neither"
+        choice = "both" if command.target else "neither"
         raise RejectedError(
-            f"num_replicas and engine_urls exclude each other, and {given} is given; "
+            f"num_replicas and engine_urls exclude each other, and {choice} is given; "
             "give num_replicas >= 1 or engine_urls"
         )
     if command.target > pool.max_workers:
@@ -189,7 +193,7 @@ def _require_beyond_tolerance(
 
 
 def _find_repeated_call(state: ScaleState, command: ScaleCommand) -> ScaleRequest | None:
-    known = next(
+    earlier_request = next(
         (
             request
             for request in state.requests.values()
@@ -197,12 +201,12 @@ def _find_repeated_call(state: ScaleState, command: ScaleCommand) -> ScaleReques
         ),
         None,
     )
-    if known is not None and known.digest != command.digest:
+    if earlier_request is not None and earlier_request.digest != command.digest:
         raise ConflictError(
-            f"the key {command.key} belongs to request {known.request_id}, "
+            f"the key {command.key} belongs to request {earlier_request.request_id}, "
             "with other arguments; take another key"
         )
-    return known
+    return earlier_request
 
 
 def _find_pool(bounds: ScalingBounds, command: ScaleCommand) -> WorkerPool:
@@ -311,7 +315,7 @@ def _build_request(
     bounds: ScalingBounds,
     pool: WorkerPool,
     command: ScaleCommand,
-    found: Sequence[ElasticWorker],
+    workers: Sequence[ElasticWorker],
     *,
     now: int,
 ) -> ScaleRequest:
@@ -323,9 +327,9 @@ def _build_request(
         model=pool.model,
         role=pool.role,
         target=command.target
-        or pool.num_at_start + len(state.remaining_workers(pool.role)) + sign * len(found),
-        workers=tuple(worker.worker_id for worker in found),
-        urls=tuple(worker.url for worker in found) if command.urls else (),
+        or pool.num_at_start + len(state.remaining_workers(pool.role)) + sign * len(workers),
+        workers=tuple(worker.worker_id for worker in workers),
+        urls=tuple(worker.url for worker in workers) if command.urls else (),
         timeout=usual if command.timeout_seconds is None else int(command.timeout_seconds * MICROS),
         force=command.force,
         policy_version=state.policy_version if state.policy_version > bounds.first_version else -1,
@@ -336,9 +340,9 @@ def _build_request(
     )
 
 
-def _describe(command: ScaleCommand, pool: WorkerPool, found: Sequence[ElasticWorker]) -> str:
-    names = ", ".join(worker.worker_id for worker in found)
-    come, go = ("comes", "goes") if len(found) == 1 else ("come", "go")
+def _describe(command: ScaleCommand, pool: WorkerPool, workers: Sequence[ElasticWorker]) -> str:
+    names = ", ".join(worker.worker_id for worker in workers)
+    come, go = ("comes", "goes") if len(workers) == 1 else ("come", "go")
     return f"{names} {come if command.kind is Kind.OUT else go}, of model {pool.model}"
 
 

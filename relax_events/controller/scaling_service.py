@@ -93,21 +93,23 @@ class ScalingService:
         Raises:
             RejectedError: The command can't be carried out; the text names the reason.
         """
-        found = admission.admit(self.state, self.bounds, command, now=now_micros())
-        request = found.request
+        decision = admission.admit(self.state, self.bounds, command, now=now_micros())
+        request = decision.request
         if request is None:
-            return ApiResponse(status="NOOP", message=found.text)
+            return ApiResponse(status="NOOP", message=decision.text)
         names = list(request.workers)
         if dry_run:
             return ApiResponse(
-                status="DRY_RUN", message=f"{found.text}; nothing was done", selected_engines=names
+                status="DRY_RUN",
+                message=f"{decision.text}; nothing was done",
+                selected_engines=names,
             )
-        if found.is_new:
-            self._emit([request.open_command(reason=found.text)])
+        if decision.is_new:
+            self._emit([request.open_command(reason=decision.text)])
         return ApiResponse(
             request_id=request.request_id,
             status=request.status,
-            message=found.text,
+            message=decision.text,
             selected_engines=names,
         )
 
@@ -117,12 +119,12 @@ class ScalingService:
         Raises:
             NotFoundError: There is none of that id and kind.
         """
-        found = self.state.requests.get(request_id)
-        if found is None or kind not in (None, found.kind):
+        request = self.state.requests.get(request_id)
+        if request is None or kind not in (None, request.kind):
             raise NotFoundError(
                 f"there is no request {request_id[:80]!a} among those that are kept"
             )
-        return found
+        return request
 
     def view(self, request_id: str, kind: Kind) -> RequestView:
         """Describe a request; raises as `request`."""
@@ -131,9 +133,9 @@ class ScalingService:
     def views(self, kind: Kind, *, model: str | None, status: Status | None) -> RequestList:
         """Describe the requests of a kind."""
         shown = [
-            RequestView.from_request(found)
-            for found in self._matching(model, status)
-            if found.kind is kind
+            RequestView.from_request(request)
+            for request in self._matching(model, status)
+            if request.kind is kind
         ]
         return RequestList(requests=shown, total_count=len(shown))
 
@@ -158,8 +160,10 @@ class ScalingService:
     ) -> CancelResult:
         """Cancel every matching request that can be cancelled."""
         succeeded, skipped = [], []
-        found = [request for request in self._matching(model, status) if request.kind is Kind.OUT]
-        for request in found:
+        requests = [
+            request for request in self._matching(model, status) if request.kind is Kind.OUT
+        ]
+        for request in requests:
             try:
                 admission.require_cancellable(request)
             except RejectedError as rejection:
@@ -172,7 +176,7 @@ class ScalingService:
         return CancelResult(
             succeeded=succeeded,
             skipped=skipped,
-            total_count=len(found),
+            total_count=len(requests),
             dry_run=dry_run,
             filters=filters,
         )

@@ -10,7 +10,7 @@ import orjson
 
 from relax_events.dashboard.run_fold import RunFold
 from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
-from relax_events.events.generations import trajectory_of
+from relax_events.events.generations import get_trajectory_key
 from relax_events.events.types import SampleRolledOut, SampleScored
 
 MAX_JOINING = 50_000
@@ -61,14 +61,14 @@ class NewScore:
     def of(cls, score: SampleScored) -> NewScore:
         """Return what is kept of a score's record."""
         values = {} if score.reward is None else {"reward": score.reward, **score.components}
-        return cls(hash(trajectory_of(score)), score.policy_version, score.reward, values)
+        return cls(hash(get_trajectory_key(score)), score.policy_version, score.reward, values)
 
 
 def new_sample(sample: SampleRolledOut, *, partition: int, offset: int) -> NewSample:
     """Return what is kept of a sample's record."""
     key = sample.key
     return NewSample(
-        hash(trajectory_of(sample)),
+        hash(get_trajectory_key(sample)),
         encode_group(key.prompt_group_id),
         key.sample_index,
         key.policy_version,

@@ -94,14 +94,14 @@ class DatasetEngine:
         """Remove the named samples, or all of them without `sample_ids`, and return them as they
         were submitted.
         """
-        wanted = [
+        removed_ids = [
             sample_id
             for sample_id in self._waiting
             if sample_ids is None or sample_id in sample_ids
         ]
         return [
             dataclasses.replace(self._waiting.pop(sample_id), finish_reason=FinishReason.ABORT)
-            for sample_id in wanted
+            for sample_id in removed_ids
         ]
 
     def load_weights(

@@ -27,7 +27,7 @@ from relax_events.events.sample_columns import RECORD_KINDS, join_one
 from relax_events.events.schemas import (
     Schema,
     current_schemas,
-    name_of,
+    get_full_name,
     runtime_schema,
     schema_fingerprint,
 )
@@ -122,7 +122,7 @@ class EventCodec:
                 record_reader(cls),
             )
             self._writers[cls] = (self._header(schema, fingerprint), parsed, record_writer(cls))
-            self._readers[name_of(schema)] = (parsed, reader)
+            self._readers[get_full_name(schema)] = (parsed, reader)
             self._known[fingerprint] = (parsed, None, reader)
             self.schemas[fingerprint] = schema
 
@@ -130,7 +130,7 @@ class EventCodec:
         if self._registry is None:
             return MAGIC + fingerprint
         schema_id = self._registry.register(
-            name_of(schema), json.dumps(schema, separators=(",", ":"))
+            get_full_name(schema), json.dumps(schema, separators=(",", ":"))
         )
         self._fingerprints[schema_id] = fingerprint
         self._confirmed.add(schema_id)
@@ -163,14 +163,14 @@ class EventCodec:
             CorruptRecord: The bytes are no event, or have so many values that the event would take
                 many times their memory.
         """
-        fingerprint, header_bytes = self._fingerprint_of(data or b"")
-        known = self._known.get(fingerprint)
-        if data is None or known is None:
+        fingerprint, header_bytes = self._read_fingerprint(data or b"")
+        decoder = self._known.get(fingerprint)
+        if data is None or decoder is None:
             raise UnknownFingerprint(
                 f"schema {fingerprint.hex()} is unknown; its writer has not published it on "
                 "control.schemas"
             )
-        writer, reader, from_record = known
+        writer, reader, from_record = decoder
         buffer = _buffered(data)
         buffer.seek(header_bytes)
         try:
@@ -186,7 +186,7 @@ class EventCodec:
             raise CorruptRecord(f"record has {len(data) - buffer.tell()} bytes after its event")
         return event
 
-    def _fingerprint_of(self, data: bytes) -> tuple[bytes, int]:
+    def _read_fingerprint(self, data: bytes) -> tuple[bytes, int]:
         """Return the fingerprint of a record's writer schema, and where its body begins."""
         if len(data) >= HEADER_BYTES and data[:2] == MAGIC:
             return bytes(data[2:HEADER_BYTES]), HEADER_BYTES
@@ -289,7 +289,7 @@ class EventCodec:
     def event_name(self, data: bytes) -> str:
         """Return the name of the event in a record without decoding it, or `unknown`."""
         try:
-            return str(self.schemas[self._fingerprint_of(data)[0]]["name"])
+            return str(self.schemas[self._read_fingerprint(data)[0]]["name"])
         except (CorruptRecord, UnknownFingerprint, KeyError):
             return "unknown"
 
@@ -332,6 +332,6 @@ def _published(schema_json: bytes | str) -> _Published:
         ids = tuple(int(schema_id) for schema_id in schema.pop(REGISTRY_IDS, ()))
         parsed = runtime_schema(schema)
         require_bounded(schema)
-        return _Published(schema, parsed, ids, schema_fingerprint(schema), name_of(schema))
+        return _Published(schema, parsed, ids, schema_fingerprint(schema), get_full_name(schema))
     except NOT_AVRO as error:
         raise SchemaError(f"published schema is not an Avro record schema: {error}") from error

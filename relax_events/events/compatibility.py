@@ -18,7 +18,7 @@ from avro.compatibility import ReaderWriterCompatibilityChecker, SchemaCompatibi
 from avro.errors import AvroException
 
 from relax_events.errors import SchemaError
-from relax_events.events.schemas import Release, Schema, name_of, without_logical_types
+from relax_events.events.schemas import Release, Schema, get_full_name, without_logical_types
 
 NESTED = {"array": "items", "map": "values"}
 
@@ -69,19 +69,19 @@ def type_text(node: Any) -> str:
 
 def changes(old: dict[str, Schema], new: dict[str, Schema]) -> list[Change]:
     """Return how two sets of schemas differ, by event and field, in a stable order."""
-    found = []
+    differences = []
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            found.append(Change(name, "", "removed"))
+            differences.append(Change(name, "", "removed"))
         elif name not in old:
-            found.append(Change(name, "", "added"))
+            differences.append(Change(name, "", "added"))
         else:
-            found += _event_changes(old[name], new[name])
-    return found
+            differences += _event_changes(old[name], new[name])
+    return differences
 
 
 def _event_changes(old: Schema, new: Schema) -> Iterator[Change]:
-    name = name_of(new)
+    name = get_full_name(new)
     if old.get("doc") != new.get("doc"):
         yield Change(name, "", "doc changed")
     before, after = ({row.path: row for row in field_rows(schema)} for schema in (old, new))
@@ -161,18 +161,18 @@ def incompatibilities(old: Release, new: Release) -> list[Incompatibility]:
     """Return everything that keeps two releases from reading each other's records, in both
     directions; new events are fine.
     """
-    found = []
+    problems = []
     for name, schema in old.schemas.items():
         if name in new.schemas:
-            found += compare(schema, new.schemas[name], old=old.version, new=new.version)
+            problems += compare(schema, new.schemas[name], old=old.version, new=new.version)
         else:
             what = f"{old.version} wrote such records, {new.version} has no schema for them"
-            found.append(
+            problems.append(
                 Incompatibility(
                     name, "", what, "keep the schema, even when nothing writes it any more"
                 )
             )
-    return found
+    return problems
 
 
 def compare(old_schema: Schema, new_schema: Schema, *, old: str, new: str) -> list[Incompatibility]:
@@ -184,18 +184,18 @@ def compare(old_schema: Schema, new_schema: Schema, *, old: str, new: str) -> li
         old: What the texts call the earlier one, a version for example.
         new: What the texts call the later one.
     """
-    name = name_of(new_schema)
+    name = get_full_name(new_schema)
     earlier, later = _parse(old_schema), _parse(new_schema)
-    found = []
+    problems = []
     for reader, writer, who in (
         (later, earlier, f"{new} can't read what {old} wrote"),
         (earlier, later, f"{old} can't read what {new} writes"),
     ):
-        found += [
+        problems += [
             Incompatibility(name, field, f"{who}: {what}", remedy)
             for field, what, remedy in _reasons(reader, writer, "")
         ]
-    return found + [
+    return problems + [
         Incompatibility(name, field, what, SECOND_FIELD)
         for field, what in _other_meanings(old_schema, new_schema)
     ]
@@ -211,7 +211,7 @@ def _parse(schema: Schema) -> Any:
     try:
         return avro.schema.parse(json.dumps(without_logical_types(schema)))
     except AvroException as error:
-        raise SchemaError(f"{name_of(schema)} is not an Avro schema: {error}") from None
+        raise SchemaError(f"{get_full_name(schema)} is not an Avro schema: {error}") from None
 
 
 def _reasons(reader: Any, writer: Any, path: str) -> Iterator[tuple[str, str, str]]:

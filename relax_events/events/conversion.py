@@ -51,13 +51,15 @@ def _each(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | Non
     return lambda values: [convert(value) for value in values]
 
 
-def _converted(cls: type, make: Callable[[Any], Converter | None]) -> list[tuple[str, Converter]]:
+def _find_converters(
+    cls: type, make: Callable[[Any], Converter | None]
+) -> list[tuple[str, Converter]]:
     """Return the fields that need a converter; those of a value that may be missing are called for
     values only.
     """
     fields = typing.get_type_hints(cls)
-    found = ((field.name, make(fields[field.name])) for field in dataclasses.fields(cls))
-    return [(name, convert) for name, convert in found if convert is not None]
+    converters = ((field.name, make(fields[field.name])) for field in dataclasses.fields(cls))
+    return [(name, convert) for name, convert in converters if convert is not None]
 
 
 def _writer(kind: Any) -> Converter | None:
@@ -67,7 +69,10 @@ def _writer(kind: Any) -> Converter | None:
         return _as_branch(content, _writer(content))
     if not _is_record(kind):
         return _each(kind, _writer)
-    names, converted = [field.name for field in dataclasses.fields(kind)], _converted(kind, _writer)
+    names, converted = (
+        [field.name for field in dataclasses.fields(kind)],
+        _find_converters(kind, _writer),
+    )
     values_of = attrgetter(*names, "__class__")  # a tuple, also of one field
 
     def write(value: Any) -> dict[str, Any]:
@@ -99,7 +104,7 @@ def _reader(kind: Any) -> Converter | None:
         return _reader(content)
     if not _is_record(kind):
         return _each(kind, _reader)
-    converted = _converted(kind, _reader)
+    converted = _find_converters(kind, _reader)
 
     def read(record: dict[str, Any]) -> Any:
         for name, convert in converted:

@@ -19,7 +19,7 @@ TrajectoryKey = tuple[str, int, str]
 computed from one trajectory."""
 
 
-def trajectory_of(event: SampleEvent) -> TrajectoryKey:
+def get_trajectory_key(event: SampleEvent) -> TrajectoryKey:
     """Return what an event about a sample is joined by."""
     key = event.key
     return key.sample_id, key.policy_version, key.generation_digest
@@ -51,7 +51,7 @@ def mark_generation(samples: Sequence[SampleRolledOut]) -> None:
 
 def _describe(sample: SampleRolledOut) -> tuple[object, ...]:
     """Return what the digest covers besides the arrays, which follow one after the other."""
-    said = (*sample.messages, *sample.turns) if sample.turns else ()
+    messages = (*sample.messages, *sample.turns) if sample.turns else ()
     return (
         sample.sample_id,
         sample.policy_version,
@@ -61,6 +61,6 @@ def _describe(sample: SampleRolledOut) -> tuple[object, ...]:
             for segment in sample.version_segments
         ],
         sample.path_lengths,
-        [part.media.digest for turn in said for part in turn.parts if part.media is not None],
+        [part.media.digest for turn in messages for part in turn.parts if part.media is not None],
         [media.digest for path in sample.path_media for media in path],
     )

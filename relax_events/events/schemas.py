@@ -61,7 +61,7 @@ def read_schemas(directory: Path) -> dict[str, Schema]:
     for path in sorted(directory.rglob("*.avsc")):
         try:
             schema = json.loads(path.read_text())
-            files[name_of(schema)] = schema
+            files[get_full_name(schema)] = schema
         except (ValueError, KeyError, TypeError) as error:
             raise SchemaError(
                 f"{path} is not an Avro schema with a name and a namespace: "
@@ -95,32 +95,32 @@ def event_schemas(schemas: Mapping[str, Schema]) -> dict[str, Schema]:
     }
 
 
-def name_of(schema: Schema) -> str:
+def get_full_name(schema: Schema) -> str:
     """Return the full name of a named schema."""
     return f"{schema['namespace']}.{schema['name']}"
 
 
-def inline_types(node: Any, known: Mapping[str, Schema], seen: set[str]) -> Any:
+def inline_types(node: Any, definitions: Mapping[str, Schema], seen: set[str]) -> Any:
     """Return a schema, or a part of one, with each type's definition where its name stands first.
 
     Args:
         node: The schema.
-        known: Definitions of types by full name.
+        definitions: Definitions of types by full name.
         seen: Full names of the types that are defined already; those met here are added.
     """
     if isinstance(node, str):
-        is_first = node in known and node not in seen
-        return inline_types(known[node], known, seen) if is_first else node
+        is_first = node in definitions and node not in seen
+        return inline_types(definitions[node], definitions, seen) if is_first else node
     if isinstance(node, list):
-        return [inline_types(branch, known, seen) for branch in node]
+        return [inline_types(branch, definitions, seen) for branch in node]
     if "name" in node and "namespace" in node:
-        seen.add(name_of(node))
+        seen.add(get_full_name(node))
     inlined = dict(node)
     for key in ("type", "items", "values"):
         if key in node:
-            inlined[key] = inline_types(node[key], known, seen)
+            inlined[key] = inline_types(node[key], definitions, seen)
     if "fields" in node:
-        inlined["fields"] = [inline_types(field, known, seen) for field in node["fields"]]
+        inlined["fields"] = [inline_types(field, definitions, seen) for field in node["fields"]]
     return inlined
 
 
@@ -179,11 +179,13 @@ class Release:
         Raises:
             ConfigError: There is none of that name; the text lists those there are.
         """
-        found = [schema for full, schema in self.schemas.items() if name in (full, schema["name"])]
-        if not found:
-            known = ", ".join(sorted(schema["name"] for schema in self.schemas.values()))
-            raise ConfigError(f"{self.version} has no event {name!r}; it has {known}")
-        return found[0]
+        matches = [
+            schema for full, schema in self.schemas.items() if name in (full, schema["name"])
+        ]
+        if not matches:
+            names = ", ".join(sorted(schema["name"] for schema in self.schemas.values()))
+            raise ConfigError(f"{self.version} has no event {name!r}; it has {names}")
+        return matches[0]
 
 
 def current_release(directory: Path) -> Release:
@@ -213,9 +215,9 @@ def find_release(directory: Path, version: str) -> Release:
         return current_release(directory)
     path = directory / FOLDER / f"{version}.json"
     if not VERSION.fullmatch(version) or not path.is_file():
-        known = ", ".join(release.version for release in read_releases(directory)) or "none yet"
+        versions = ", ".join(release.version for release in read_releases(directory)) or "none yet"
         raise ConfigError(
-            f"there is no release {version!r}; released are {known}, and {CURRENT!r} names "
+            f"there is no release {version!r}; released are {versions}, and {CURRENT!r} names "
             "the current schemas"
         )
     return _read_release(path)
@@ -258,7 +260,7 @@ def version_key(version: str) -> tuple[int, ...]:
 def _read_release(path: Path) -> Release:
     try:
         document = json.loads(path.read_text())
-        schemas = {name_of(row["schema"]): _checked(row) for row in document["events"]}
+        schemas = {get_full_name(row["schema"]): _checked(row) for row in document["events"]}
         version_key(document["version"])
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise SchemaError(
@@ -272,7 +274,7 @@ def _checked(row: dict[str, Any]) -> Schema:
     schema: Schema = row["schema"]
     if schema_fingerprint(schema).hex() != row["fingerprint"]:
         raise ValueError(
-            f"{name_of(schema)} has fingerprint {schema_fingerprint(schema).hex()}, the file "
+            f"{get_full_name(schema)} has fingerprint {schema_fingerprint(schema).hex()}, the file "
             f"says {row['fingerprint']}"
         )
     return schema

@@ -81,7 +81,7 @@ class Admin(OffsetAdmin):
     def topics(self, prefix: str) -> dict[str, TopicState]:
         """Return the topics whose names begin with `prefix`, with their settings."""
         try:
-            found = {
+            topics = {
                 name: topic
                 for name, topic in self._client.list_topics(
                     timeout=self._timeout_seconds
@@ -90,10 +90,10 @@ class Admin(OffsetAdmin):
             }
         except KafkaException as exception:
             raise translate(extract_error(exception), "listing topics") from exception
-        if not found:
+        if not topics:
             return {}
         futures = self._client.describe_configs(
-            [ConfigResource(ResourceType.TOPIC, name) for name in found],
+            [ConfigResource(ResourceType.TOPIC, name) for name in topics],
             request_timeout=self._timeout_seconds,
         )
         settings = {
@@ -109,20 +109,20 @@ class Admin(OffsetAdmin):
                 ),
                 {key: entry.value for key, entry in settings[name].items()},
             )
-            for name, topic in found.items()
+            for name, topic in topics.items()
         }
 
     def partitions(self, prefix: str) -> list[PartitionState]:
         """Return the partitions of the topics whose names begin with `prefix`, ordered."""
         try:
-            found = self._client.list_topics(timeout=self._timeout_seconds).topics
+            topics = self._client.list_topics(timeout=self._timeout_seconds).topics
         except KafkaException as exception:
             raise translate(extract_error(exception), "listing partitions") from exception
         return [
             PartitionState(
                 name, number, partition.leader, tuple(partition.replicas), tuple(partition.isrs)
             )
-            for name, topic in sorted(found.items())
+            for name, topic in sorted(topics.items())
             if name.startswith(prefix)
             for number, partition in sorted(topic.partitions.items())
         ]
@@ -190,8 +190,8 @@ class Admin(OffsetAdmin):
         (future,) = self._client.describe_configs(
             [resource], request_timeout=self._timeout_seconds
         ).values()
-        found = self._result(future, f"describing broker {min(brokers)}")
-        return {key: entry.value for key, entry in found.items() if entry.value is not None}
+        entries = self._result(future, f"describing broker {min(brokers)}")
+        return {key: entry.value for key, entry in entries.items() if entry.value is not None}
 
     def _explain_unreachable(
         self, exception: KafkaException, timeout_seconds: float

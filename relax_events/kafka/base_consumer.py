@@ -127,19 +127,19 @@ class BaseConsumer:
         """Return the node ids of the leaders of the read partitions, by the metadata that this
         client gets now; empty with a single broker, or if none responds.
         """
-        known: dict[TopicPartition, int] = {}
+        leaders: dict[TopicPartition, int] = {}
         for topic in {topic for topic, _ in self.positions}:
             try:
-                found = self._consumer.list_topics(topic, timeout=self._metadata_seconds)
+                cluster = self._consumer.list_topics(topic, timeout=self._metadata_seconds)
             except KafkaException as exception:
                 log.debug("leaders.read_failed", error=extract_error(exception).name())
                 return {}
-            if len(found.brokers) == 1:
+            if len(cluster.brokers) == 1:
                 return {}
-            for partition, metadata in found.topics[topic].partitions.items():
+            for partition, metadata in cluster.topics[topic].partitions.items():
                 if (topic, partition) in self.positions:
-                    known[topic, partition] = metadata.leader
-        return known
+                    leaders[topic, partition] = metadata.leader
+        return leaders
 
     def _replace_client(self, newer: Mapping[TopicPartition, int]) -> None:
         """Get another client, which finds these leaders.
@@ -258,14 +258,16 @@ class BaseConsumer:
             AccessDenied: This principal may not see the topic.
         """
         try:
-            found = self._consumer.list_topics(topic, timeout=self._metadata_seconds).topics[topic]
+            topic_metadata = self._consumer.list_topics(
+                topic, timeout=self._metadata_seconds
+            ).topics[topic]
         except KafkaException:
             return True
-        if found.error is not None and isinstance(
-            denied := translate(found.error, f"reading {topic}"), AccessDenied
+        if topic_metadata.error is not None and isinstance(
+            denied := translate(topic_metadata.error, f"reading {topic}"), AccessDenied
         ):
             raise denied
-        return partition in found.partitions
+        return partition in topic_metadata.partitions
 
     def seek(self, topic: str, partition: int, offset: int) -> None:
         """Continue reading a partition at `offset`."""
@@ -296,9 +298,9 @@ class BaseConsumer:
         would wait until that fetch returns, half a second where nothing is written.
         """
         unknown = {(at.topic, at.partition): at for at in partitions}
-        found = self._look_up(unknown, OFFSET_BEGINNING)
+        offsets = self._look_up(unknown, OFFSET_BEGINNING)
         for partition, at in unknown.items():
-            at.offset = found.get(partition, OFFSET_BEGINNING)
+            at.offset = offsets.get(partition, OFFSET_BEGINNING)
 
     def _look_up(
         self, partitions: Iterable[TopicPartition], offset: int
@@ -312,17 +314,17 @@ class BaseConsumer:
         Returns:
             The offsets; without those that no broker returned.
         """
-        wanted = [ClientPartition(*partition, offset) for partition in partitions]
-        if not wanted:
+        requests = [ClientPartition(*partition, offset) for partition in partitions]
+        if not requests:
             return {}
         try:
-            found = self._consumer.offsets_for_times(wanted, timeout=self._metadata_seconds)
+            offsets = self._consumer.offsets_for_times(requests, timeout=self._metadata_seconds)
         except KafkaException as exception:
             log.debug("offsets.read_failed", error=extract_error(exception).name())
             return {}
         return {
             (at.topic, at.partition): at.offset
-            for at in found
+            for at in offsets
             if at.error is None and at.offset >= 0
         }
 

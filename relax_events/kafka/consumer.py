@@ -201,11 +201,11 @@ class SubscribedConsumer(BaseConsumer):
         """
         reader = LogReader(self._connection, start=unread)
         try:
-            found = reader.fetch(1, timeout_seconds=self._metadata_seconds)
+            records = reader.fetch(1, timeout_seconds=self._metadata_seconds)
         finally:
             reader.close()
-        if found:
-            where = f"{found[0].topic}[{found[0].partition}]@{found[0].offset}"
+        if records:
+            where = f"{records[0].topic}[{records[0].partition}]@{records[0].offset}"
             raise ClientFailed(
                 f"this client does not fetch the record at {where}; restart the worker"
             )

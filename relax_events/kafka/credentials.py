@@ -38,12 +38,12 @@ def apply_principal(config: RunConfig, principal: str) -> RunConfig:
         return config
     folder = SecurityFolder(broker.credentials.absolute())
     username = folder.username(config.run.id, broker.principal or principal)
-    found = {
+    login_settings = {
         "username": username,
         "password_file": folder.password_file(username),
         "ca_file": broker.ca_file or folder.ca_file,
     }
-    return config.model_copy(update={"broker": broker.model_copy(update=found)})
+    return config.model_copy(update={"broker": broker.model_copy(update=login_settings)})
 
 
 def remove_credentials(config: RunConfig) -> RunConfig:

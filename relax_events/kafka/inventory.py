@@ -51,12 +51,12 @@ class Inventory:
     def topics(self, prefix: str) -> dict[str, int]:
         """Return the topics whose names begin with the prefix, with their numbers of partitions."""
         try:
-            found = self._client.list_topics(timeout=self._timeout_seconds).topics
+            topics = self._client.list_topics(timeout=self._timeout_seconds).topics
         except KafkaException as exception:
             raise translate(extract_error(exception), "listing topics") from exception
         return {
             name: len(topic.partitions)
-            for name, topic in sorted(found.items())
+            for name, topic in sorted(topics.items())
             if name.startswith(prefix)
         }
 

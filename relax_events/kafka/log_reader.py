@@ -143,25 +143,25 @@ class LogReader(BaseConsumer):
             BrokerUnavailable: The log could not be read within the request timeout without any
                 progress.
         """
-        wanted = set(positions)
+        requested_positions = set(positions)
         first: dict[int, int] = {}
-        for partition, offset in wanted:
+        for partition, offset in requested_positions:
             first[partition] = min(offset, first.get(partition, offset))
-        self._check_offsets_exist(topic, wanted)
+        self._check_offsets_exist(topic, requested_positions)
         self.assign({(topic, partition): offset for partition, offset in first.items()})
-        found: dict[tuple[int, int], Record] = {}
+        records: dict[tuple[int, int], Record] = {}
         progress = time.monotonic()
-        while len(found) < len(wanted):
+        while len(records) < len(requested_positions):
             for record in self.fetch(2000, timeout_seconds=0.5):
                 progress = time.monotonic()
-                if (record.partition, record.offset) in wanted:
-                    found[record.partition, record.offset] = record
+                if (record.partition, record.offset) in requested_positions:
+                    records[record.partition, record.offset] = record
             if time.monotonic() - progress > self._timeout_seconds:
-                partition, offset = min(wanted - found.keys())
+                partition, offset = min(requested_positions - records.keys())
                 raise BrokerUnavailable(
                     f"record {topic}[{partition}]@{offset} can't be read; is the broker down?"
                 )
-        return found
+        return records
 
     def _check_offsets_exist(self, topic: str, positions: Collection[tuple[int, int]]) -> None:
         """Compare the positions with the watermarks: waiting for a deleted record on a live topic

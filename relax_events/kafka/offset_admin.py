@@ -94,9 +94,9 @@ class OffsetAdmin:
             partitions: The partitions to look up.
             timestamp_ms: Milliseconds since the epoch.
         """
-        found = self._offsets(partitions, OffsetSpec.for_timestamp(timestamp_ms))
-        return found | self.end_offsets(
-            partition for partition, offset in found.items() if offset < 0
+        offsets = self._offsets(partitions, OffsetSpec.for_timestamp(timestamp_ms))
+        return offsets | self.end_offsets(
+            partition for partition, offset in offsets.items() if offset < 0
         )
 
     def delete_records(self, offsets: Iterable[TopicOffset]) -> None:
@@ -126,11 +126,11 @@ class OffsetAdmin:
             self._offset_readers[consumer_group] = Consumer(
                 self._connection.settings(group_id=consumer_group, enable_auto_commit=False)
             )
-        found = self._read_committed(
+        entries = self._read_committed(
             consumer_group, [ClientPartition(*partition) for partition in partitions]
         )
         return {
-            (p.topic, p.partition): p.offset for p in found if p.error is None and p.offset >= 0
+            (p.topic, p.partition): p.offset for p in entries if p.error is None and p.offset >= 0
         }
 
     def set_committed_offsets(self, consumer_group: str, offsets: Iterable[TopicOffset]) -> None:
@@ -139,11 +139,11 @@ class OffsetAdmin:
         Raises:
             BrokerError: The group has members, which would overwrite these offsets.
         """
-        wanted = [
+        partition_offsets = [
             ClientPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
         ]
         retry_while_unavailable(
-            lambda: self._try_to_commit(consumer_group, wanted),
+            lambda: self._try_to_commit(consumer_group, partition_offsets),
             Deadline(self._timeout_seconds),
             pause_seconds=LEADER_CHANGE_SECONDS,
         )
@@ -218,14 +218,14 @@ class OffsetAdmin:
         futures = client.list_offsets(
             requested, isolation_level=isolation_level, request_timeout=timeout_seconds
         )
-        found = {}
+        offsets = {}
         for entry, future in futures.items():
             what = f"reading the offset of {entry.topic}[{entry.partition}]"
             offset = self._result(future, what, timeout_seconds=timeout_seconds).offset
             if offset == OFFSET_INVALID:  # seen with librdkafka 2.16 while a broker restarts
                 raise BrokerUnavailable(f"{what}: no answer; see that the broker runs")
-            found[entry.topic, entry.partition] = offset
-        return found
+            offsets[entry.topic, entry.partition] = offset
+        return offsets
 
     def _read_committed(
         self, consumer_group: str, partitions: list[ClientPartition]
@@ -237,7 +237,7 @@ class OffsetAdmin:
 
         def request() -> list[ClientPartition]:
             try:
-                found: list[ClientPartition] = reader.committed(
+                entries: list[ClientPartition] = reader.committed(
                     partitions, timeout=self._timeout_seconds
                 )
             except KafkaException as exception:
@@ -251,18 +251,18 @@ class OffsetAdmin:
                 raise self._connection.translate(
                     cause, f"reading the committed offsets of {consumer_group}"
                 ) from exception
-            return found
+            return entries
 
         return retry_while_unavailable(
             request, Deadline(self._timeout_seconds), pause_seconds=LEADER_CHANGE_SECONDS
         )
 
-    def _try_to_commit(self, consumer_group: str, wanted: list[ClientPartition]) -> None:
+    def _try_to_commit(self, consumer_group: str, partition_offsets: list[ClientPartition]) -> None:
         """Set offsets once. A coordinator that has just started reports errors per partition in an
         otherwise successful response.
         """
         requested, what = (
-            [ConsumerGroupTopicPartitions(consumer_group, wanted)],
+            [ConsumerGroupTopicPartitions(consumer_group, partition_offsets)],
             f"setting the offsets of {consumer_group}",
         )
         for future in self._client.alter_consumer_group_offsets(

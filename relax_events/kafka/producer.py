@@ -92,7 +92,7 @@ class RecordProducer:
             enqueue(
                 self._producer,
                 record,
-                partial(self._on_delivery_of, on_acknowledged)
+                partial(self._acknowledge_delivery, on_acknowledged)
                 if on_acknowledged
                 else self._on_delivery,
             )
@@ -226,7 +226,7 @@ class RecordProducer:
                 # heartbeats are sent without a flush
                 self._connection.auth_failures.report_fatal(denied)
 
-    def _on_delivery_of(
+    def _acknowledge_delivery(
         self, on_acknowledged: Callable[[], None], error: KafkaError | None, message: Message
     ) -> None:
         self._on_delivery(error, message)

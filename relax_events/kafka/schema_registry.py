@@ -111,21 +111,21 @@ class RegistryClient:
         """
         with self._one_at_a_time:  # the work loop and the control thread share one codec
             try:
-                found = self._request(
+                schema = self._request(
                     f"asking for schema {schema_id}",
                     lambda client: client.get_schema(schema_id),
                     missing_is_none=True,
                 )
             finally:
                 self.close()
-        if found is None:
+        if schema is None:
             return None
-        if (found.schema_type or "AVRO") != "AVRO" or found.references:
+        if (schema.schema_type or "AVRO") != "AVRO" or schema.references:
             raise SchemaError(
-                f"schema {schema_id} of {self._url} is of type {found.schema_type} or "
+                f"schema {schema_id} of {self._url} is of type {schema.schema_type} or "
                 "references other schemas; events need self-contained Avro records"
             )
-        return str(found.schema_str)
+        return str(schema.schema_str)
 
     def count_subjects(self) -> int:
         """Return the number of subjects: the cheapest request that shows that the registry

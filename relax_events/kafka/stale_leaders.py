@@ -53,7 +53,7 @@ class LeaderMonitor:
         return time.monotonic() >= self._check_at
 
     def find_newer_leaders(
-        self, known: Mapping[TopicPartition, int]
+        self, known_leaders: Mapping[TopicPartition, int]
     ) -> Mapping[TopicPartition, int]:
         """Return the leaders that the client does not know although the brokers named the same ones
         at the last check too, `CONFIRM_SECONDS` ago: no change of leaders takes so long.
@@ -61,24 +61,24 @@ class LeaderMonitor:
         Asks one broker, in turn, and all configured ones once a difference was seen.
 
         Args:
-            known: The node ids of the leaders that the client knows.
+            known_leaders: The node ids of the leaders that the client knows.
         Returns:
             The node ids of the leaders; empty if the client knows them, or no broker responds.
         """
-        differing = self._compare(known) if known else {}
+        differing = self._compare(known_leaders) if known_leaders else {}
         is_confirmed = bool(differing) and differing == self._suspected
         self._suspected = differing
         self._check_at = time.monotonic() + (CONFIRM_SECONDS if differing else CHECK_SECONDS)
         return differing if is_confirmed else {}
 
-    def _compare(self, known: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, int]:
-        topics = sorted({topic for topic, _ in known})
-        if not self._suspected and _knows(known, self._read_from_one(topics)):
+    def _compare(self, known_leaders: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, int]:
+        topics = sorted({topic for topic, _ in known_leaders})
+        if not self._suspected and _knows(known_leaders, self._read_from_one(topics)):
             return {}
         newest = select_newest_leaders(read_metadata_of_each(self._connection, topics).values())
         return {
             at: newest[at].node_id
-            for at, node_id in known.items()
+            for at, node_id in known_leaders.items()
             if at in newest and newest[at].node_id not in {node_id, NO_LEADER}
         }
 
@@ -91,8 +91,10 @@ class LeaderMonitor:
             return {}
 
 
-def _knows(known: Mapping[TopicPartition, int], named: Mapping[TopicPartition, Leader]) -> bool:
-    return all(named[at].node_id == node_id for at, node_id in known.items() if at in named)
+def _knows(
+    known_leaders: Mapping[TopicPartition, int], named: Mapping[TopicPartition, Leader]
+) -> bool:
+    return all(named[at].node_id == node_id for at, node_id in known_leaders.items() if at in named)
 
 
 def read_newest_leaders(
@@ -101,8 +103,8 @@ def read_newest_leaders(
     """Return the node ids of the partitions' leaders, by the broker whose metadata is newest; empty
     if no broker responds.
     """
-    found = read_metadata_of_each(connection, topics)
-    return {at: leader.node_id for at, leader in select_newest_leaders(found.values()).items()}
+    metadata = read_metadata_of_each(connection, topics)
+    return {at: leader.node_id for at, leader in select_newest_leaders(metadata.values()).items()}
 
 
 def leave_out_outdated_brokers(connection: Connection, topics: Collection[str]) -> Connection:
@@ -117,9 +119,9 @@ def leave_out_outdated_brokers(connection: Connection, topics: Collection[str]) 
     if not outdated:
         return connection
     time.sleep(CHANGE_SECONDS)
-    found, still_outdated = _ask_each(connection, topics)
+    addresses, still_outdated = _ask_each(connection, topics)
     outdated &= still_outdated
-    candidates = connection.addresses if len(connection.addresses) > 1 else found
+    candidates = connection.addresses if len(connection.addresses) > 1 else addresses
     current = [address for address in candidates if address not in outdated]
     if not outdated or not current:
         return connection
@@ -131,5 +133,5 @@ def _ask_each(
     connection: Connection, topics: Collection[str]
 ) -> tuple[Collection[str], frozenset[str]]:
     """Return the addresses of the brokers that respond, and those of the outdated among them."""
-    found = read_metadata_of_each(connection, topics)
-    return list(found), find_outdated(found, select_newest_leaders(found.values()))
+    metadata = read_metadata_of_each(connection, topics)
+    return list(metadata), find_outdated(metadata, select_newest_leaders(metadata.values()))

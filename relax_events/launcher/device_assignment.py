@@ -37,7 +37,7 @@ class DeviceAssignment:
                 is not there.
         """
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
-        self._given = config.devices
+        self._devices = config.devices
         self._ranks = {"trainer": config.trainer.ranks, "critic": config.critic_ranks}
         self._placed: dict[str, int] = {}
         if self._names:
@@ -45,7 +45,7 @@ class DeviceAssignment:
                 config.separate_processes(),
                 ranks=config.trainer.ranks,
                 num_devices=len(self._names),
-                devices=self._given,
+                devices=self._devices,
             )
             log.info(
                 "devices.placed",
@@ -71,7 +71,7 @@ class DeviceAssignment:
         worker_id = f"{role}-{index}"
         if worker_id not in self._placed:
             device = place_worker(
-                role, index, self._placed, num_devices=len(self._names), devices=self._given
+                role, index, self._placed, num_devices=len(self._names), devices=self._devices
             )
             self._placed[worker_id] = device
             log.info("devices.placed", **{worker_id: self._names[device]})

@@ -216,8 +216,8 @@ def check_store(config: RunConfig) -> str:
 
 def check_disk(config: RunConfig) -> str:
     """Check that the run's directory has enough space."""
-    wanted = config.run.directory.absolute()
-    folder = next(path for path in (wanted, *wanted.parents) if path.exists())
+    run_folder = config.run.directory.absolute()
+    folder = next(path for path in (run_folder, *run_folder.parents) if path.exists())
     free, least = shutil.disk_usage(folder).free, MIN_FREE_BYTES + _stored_bytes(config)
     if free < least:
         need = f"a run wants at least {least / 1e9:.2f}"
@@ -231,19 +231,19 @@ def _stored_bytes(config: RunConfig) -> int:
     """Return the size of checkpoints and weight versions in the run's own folder; 0 where they are
     stored elsewhere, or the model is not here yet.
     """
-    known = (
+    facts = (
         read_checkpoint_facts(config).get("model")
         if not config.objects.uri and config.model.path.exists()
         else None
     )
-    if known is None or config.model.dtype is None:
+    if facts is None or config.model.dtype is None:
         return 0
     checkpoints = (
         (config.trainer.keep_checkpoints + 1)
-        * known.num_parameters
+        * facts.num_parameters
         * CHECKPOINT_BYTES_PER_PARAMETER
     )
-    return checkpoints + (config.run.max_staleness + 2) * known.num_parameters * get_value_bytes(
+    return checkpoints + (config.run.max_staleness + 2) * facts.num_parameters * get_value_bytes(
         config.model.dtype
     )
 
@@ -322,11 +322,15 @@ class PromptCheck:
         if config.is_replay and not config.evaluation.datasets:
             return NO_PROMPTS
         tried = self._tried(config)
-        own = [part.reward for part in config.evaluation.datasets if part.reward is not None]
-        for reward in own:
+        evaluation_rewards = [
+            part.reward for part in config.evaluation.datasets if part.reward is not None
+        ]
+        for reward in evaluation_rewards:
             RewardPool(reward).close()
         more = (
-            f"; {', '.join(reward.function for reward in own)} for evaluation loads" if own else ""
+            f"; {', '.join(reward.function for reward in evaluation_rewards)} for evaluation loads"
+            if evaluation_rewards
+            else ""
         )
         return f"{tried}{more}"
 

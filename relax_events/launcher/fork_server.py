@@ -28,9 +28,9 @@ def main() -> None:
     forked process, run the worker.
     """
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        found = serve(channel)
-    if found is not None:  # in a worker
-        exec_worker(*found)
+        worker_request = serve(channel)
+    if worker_request is not None:  # in a worker
+        exec_worker(*worker_request)
 
 
 def serve(channel: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
@@ -60,8 +60,8 @@ def serve(channel: socket.socket) -> tuple[SpawnRequest, list[int]] | None:
                     )
                 elif (message := receive(channel)) is None:
                     return None
-                elif (found := handle(*message, channel, selector)) is not None:
-                    return found
+                elif (worker_request := handle(*message, channel, selector)) is not None:
+                    return worker_request
     return None
 
 

@@ -181,7 +181,7 @@ def _require_media_support(config: RunConfig) -> None:
                 f"model of one of the families {able}"
             )
         family, shown = (
-            _family_of(path) if path.exists() else tiny.family if tiny else "",
+            _read_family(path) if path.exists() else tiny.family if tiny else "",
             ENGINE_MEDIA_FAMILIES.get(config.engine.name),
         )
         if shown is not None and family not in shown:
@@ -208,7 +208,7 @@ def _require_media_support(config: RunConfig) -> None:
         )
 
 
-def _family_of(path: Path) -> str:
+def _read_family(path: Path) -> str:
     """Return the model type of a folder; `MediaLayout` has read it before."""
     return str(read_model_json(path / "config.json").get("model_type"))
 
@@ -259,8 +259,8 @@ def require_teacher(config: RunConfig) -> str:
             "algorithm.distill_coefficient needs a teacher; set teacher.model_path to the "
             "folder of its checkpoint"
         )
-    found = {_require_teacher(config, name, one): None for name, one in teachers.items()}
-    return "; ".join(found)
+    descriptions = {_require_teacher(config, name, one): None for name, one in teachers.items()}
+    return "; ".join(descriptions)
 
 
 def _require_teacher(config: RunConfig, section: str, teacher: TeacherModelConfig) -> str:
@@ -344,14 +344,14 @@ def require_folder(config: RunConfig) -> str:
     Raises:
         EnvironmentProblem: The folder, or its nearest existing parent, can't be written.
     """
-    wanted = config.run_directory.absolute()
-    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    run_folder = config.run_directory.absolute()
+    there = next(path for path in (run_folder, *run_folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         rule = f"{there} is not a folder that this user may write to"
         raise EnvironmentProblem(
-            f"the run's folder {wanted} can't be made or written: {rule}; set run.directory"
+            f"the run's folder {run_folder} can't be made or written: {rule}; set run.directory"
         )
-    return f"{wanted} can be written"
+    return f"{run_folder} can be written"
 
 
 def require_context_length(

@@ -158,9 +158,9 @@ class Supervisor:
         A returned worker is forgotten: omit it from further calls.
         """
         gone = [
-            (worker, *found)
+            (worker, *exit_and_reason)
             for worker in elastic
-            if (found := self._reconcile_worker(worker)) is not None
+            if (exit_and_reason := self._reconcile_worker(worker)) is not None
         ]
         for worker, departure, reason in gone:
             self._processes.pop(worker.worker_id, None)

@@ -132,8 +132,8 @@ def find_difference(model: Mapping[str, Shape], trained: Mapping[str, Shape]) ->
 
 def _num_layers(names: Iterable[str]) -> dict[str, int]:
     """Return the number of layers by the prefix of their names."""
-    found: dict[str, int] = {}
+    num_layers: dict[str, int] = {}
     for name in names:
         if match := LAYER.match(name):
-            found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
-    return found
+            num_layers[match[1]] = max(num_layers.get(match[1], 0), int(match[2]) + 1)
+    return num_layers

@@ -58,7 +58,7 @@ class WorkerExit:
     @property
     def has_client_abort(self) -> bool:
         """Whether Kafka's client aborted while it parsed a response."""
-        return self.code == -signal.SIGABRT and CLIENT_ASSERTS in _end_of(self.log_path)
+        return self.code == -signal.SIGABRT and CLIENT_ASSERTS in _read_end(self.log_path)
 
     @property
     def text(self) -> str:
@@ -74,7 +74,7 @@ class WorkerExit:
         )
 
 
-def _end_of(path: Path) -> bytes:
+def _read_end(path: Path) -> bytes:
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_END_BYTES))
         return file.read()
@@ -207,12 +207,12 @@ class WorkerProcesses:
         """
         if self._ending is None:
             self._ending = min(
-                (self._ending_of(name, process) for name, process in self._processes.items()),
+                (self._build_exit(name, process) for name, process in self._processes.items()),
                 key=self._blame,
             )
         return self._ending
 
-    def _ending_of(self, name: str, process: ForkedWorker) -> WorkerExit:
+    def _build_exit(self, name: str, process: ForkedWorker) -> WorkerExit:
         path, code = self._logs / f"{name}.log", process.wait(0)
         return WorkerExit(
             name, code, path, read_final_error(path, pid=process.pid) if code > 0 else None
@@ -292,9 +292,9 @@ def computes_on_cpu(config: RunConfig) -> bool:
     """Return whether torch may be imported before a fork. A process that has initialised a GPU, as
     some imports do, can't be forked.
     """
-    known = {"cpu"} if any(path.exists() for path in ACCELERATORS) else {"cpu", "auto"}
+    cpu_devices = {"cpu"} if any(path.exists() for path in ACCELERATORS) else {"cpu", "auto"}
     teachers = {one.device for one in config.list_teachers().values()}
-    return {config.model.device, config.judge.device, *teachers} <= known
+    return {config.model.device, config.judge.device, *teachers} <= cpu_devices
 
 
 def run_modules(config: RunConfig) -> list[str]:

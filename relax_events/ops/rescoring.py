@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.codec import EventCodec
-from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.generations import TrajectoryKey, get_trajectory_key
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.samples.filter import Bounds, integer_range
@@ -66,7 +66,7 @@ def read_completions(
         batch: list[Completion] = []
         open_groups: dict[str, list[Completion]] = {}
         for record in log.read({topic_partition: span}, SampleRolledOut):
-            if (key := trajectory_of(record.event)) in seen:
+            if (key := get_trajectory_key(record.event)) in seen:
                 continue
             seen.add(key)
             completion = Completion(build_reward_item(record.event), record.event)
@@ -107,7 +107,7 @@ class RecordedScores:
             self._partition = partition
             self._results = read_results(self._log, self._spans.get(partition, {}))
         missing = RewardError("the log has no score of this sample")
-        return [self._results.get(trajectory_of(sample), missing) for sample in samples]
+        return [self._results.get(get_trajectory_key(sample), missing) for sample in samples]
 
     def describe(self, item: RewardItem, result: Result) -> ScoredCompletion:
         """Return a result; the log has no explanations."""
@@ -156,13 +156,15 @@ class KeptScores:
             self._results = read_results(self._log, spans, check=self._require_same_function)
             self.num_scored_before += len(self._results)
         self._score_new(self._select_unscored(batch))
-        return [self._results[trajectory_of(get_sample(one))] for one in batch]
+        return [self._results[get_trajectory_key(get_sample(one))] for one in batch]
 
     def _select_unscored(self, batch: Sequence[Completion]) -> list[Completion]:
         """Return the completions to score: all without a score, and the others of their prompt
         groups where the function needs them.
         """
-        unscored = [one for one in batch if trajectory_of(get_sample(one)) not in self._results]
+        unscored = [
+            one for one in batch if get_trajectory_key(get_sample(one)) not in self._results
+        ]
         if not self._function.takes_prompt_group:
             return unscored
         groups = {one.item.prompt_group_id for one in unscored}
@@ -177,10 +179,10 @@ class KeptScores:
                 sample, result, reward_name=self._function.name, reward_digest=self._function.digest
             )
             for sample, result in zip(map(get_sample, completions), results, strict=True)
-            if trajectory_of(sample) not in self._results
+            if get_trajectory_key(sample) not in self._results
         ]
         self._producer.write(self._build_record(event) for event in events)
-        self._results.update((trajectory_of(event), to_result(event)) for event in events)
+        self._results.update((get_trajectory_key(event), to_result(event)) for event in events)
         self.num_scored += len(events)
         self.num_failed += sum(event.reward is None for event in events)
 
@@ -252,7 +254,7 @@ def read_results(
     results = Results()
     for record in log.read(spans, SampleScored):
         check(record.event)
-        results.setdefault(trajectory_of(record.event), to_result(record.event))
+        results.setdefault(get_trajectory_key(record.event), to_result(record.event))
     return results
 
 

@@ -20,7 +20,7 @@ from relax_events.events.schemas import (
     Release,
     Schema,
     current_release,
-    name_of,
+    get_full_name,
     read_releases,
     schema_fingerprint,
     version_key,
@@ -64,7 +64,7 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
     current = current_release(directory)
     found = []
     for fingerprint, schema in read_published_schemas(config):
-        name = name_of(schema)
+        name = get_full_name(schema)
         if name in current.schemas:
             found += compare(
                 schema,

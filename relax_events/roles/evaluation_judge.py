@@ -51,7 +51,7 @@ class EvaluationJudge:
         self._failed: list[Judged] = []
         self._numbers = count()
 
-    def rewards_of(self, dataset: str) -> dict[str | None, JudgeReward]:
+    def get_rewards(self, dataset: str) -> dict[str | None, JudgeReward]:
         """Return the judged sources of a dataset, with their rewards."""
         return self._rewards[dataset]
 

@@ -86,7 +86,7 @@ class EvaluationPass:
             library,
         )
         self._judge, self._reward = judge, dataset.reward or config.reward
-        self._judged = {} if judge is None else judge.rewards_of(dataset.name)
+        self._judged = {} if judge is None else judge.get_rewards(dataset.name)
         self._sampling = dataset.sampling or config.engine.sampling
         self._max_running = config.engine.max_running_samples
         self._seed = config.run.seed

@@ -62,7 +62,7 @@ class PartialSamples:
             return 0
         num_tokens, body = (
             sum(len(sample.tokens) for sample in begun),
-            b"".join(_bytes_of(sample) for sample in begun),
+            b"".join(_join_bytes(sample) for sample in begun),
         )
         described = [_described(sample) for sample in begun]
         header = orjson.dumps({"samples": described, "digest": _digest(described, body)})
@@ -88,16 +88,16 @@ class PartialSamples:
         try:
             if not self._store.exists(_key(prompt_group_id)):
                 return {}
-            found = _parsed(self._store.get_at(_key(prompt_group_id)), prompt_group_id)
+            samples = _parsed(self._store.get_at(_key(prompt_group_id)), prompt_group_id)
         except (ObjectError, ValueError, KeyError, TypeError) as error:
             log.warning(
                 "partial_samples.unusable", prompt_group_id=prompt_group_id, error=str(error)
             )
             return {}
-        is_over = len(found) == num_samples and all(
-            sample.finish_reason in WHOLE for sample in found.values()
+        is_over = len(samples) == num_samples and all(
+            sample.finish_reason in WHOLE for sample in samples.values()
         )
-        return {} if is_over or not found.keys() <= set(range(num_samples)) else found
+        return {} if is_over or not samples.keys() <= set(range(num_samples)) else samples
 
     def forget(self, prompt_group_ids: Iterable[str]) -> None:
         """Delete the stored samples of prompt groups that are written."""
@@ -112,18 +112,18 @@ def _digest(described: list[dict[str, Any]], body: bytes) -> str:
     return sha256(orjson.dumps(described) + body).hexdigest()
 
 
-def _arrays_of(sample: GeneratedSample) -> dict[str, np.ndarray]:
+def _encode_arrays(sample: GeneratedSample) -> dict[str, np.ndarray]:
     """Return a sample's arrays as they are stored: little-endian, in C order."""
-    found = {name: getattr(sample, name) for name in ARRAYS}
+    arrays = {name: getattr(sample, name) for name in ARRAYS}
     return {
         name: np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        for name, array in found.items()
+        for name, array in arrays.items()
         if array is not None
     }
 
 
-def _bytes_of(sample: GeneratedSample) -> bytes:
-    return b"".join(array.tobytes() for array in _arrays_of(sample).values())
+def _join_bytes(sample: GeneratedSample) -> bytes:
+    return b"".join(array.tobytes() for array in _encode_arrays(sample).values())
 
 
 def _described(sample: GeneratedSample) -> dict[str, Any]:
@@ -135,7 +135,8 @@ def _described(sample: GeneratedSample) -> dict[str, Any]:
             for segment in sample.segments
         ],
         "arrays": [
-            [name, array.dtype.str, list(array.shape)] for name, array in _arrays_of(sample).items()
+            [name, array.dtype.str, list(array.shape)]
+            for name, array in _encode_arrays(sample).items()
         ],
         "turns": [
             [message.role, [_describe_part(part) for part in message.parts]]
@@ -161,7 +162,7 @@ def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
     header = orjson.loads(head)
     if _digest(header["samples"], body) != header["digest"]:
         raise ValueError("the checksum does not match the stored bytes")
-    found, start = dict[int, GeneratedSample](), 0
+    samples, start = dict[int, GeneratedSample](), 0
     for part in header["samples"]:
         arrays: dict[str, Any] = {}
         for name, dtype_name, shape in part["arrays"]:
@@ -175,7 +176,7 @@ def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
                 .astype(dtype.newbyteorder("="))
             )
             start += count * dtype.itemsize
-        found[int(part["sample_id"].rpartition("/")[2])] = GeneratedSample(
+        samples[int(part["sample_id"].rpartition("/")[2])] = GeneratedSample(
             sample_id=part["sample_id"],
             prompt_group_id=prompt_group_id,
             segments=tuple(VersionSegment(*segment) for segment in part["segments"]),
@@ -185,4 +186,4 @@ def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
             ),
             **arrays,
         )
-    return found
+    return samples

@@ -70,19 +70,19 @@ class InflightGroup:
             sample.finish_reason is not FinishReason.ABORT for sample in self.samples
         )
 
-    def resume(self, found: Mapping[int, GeneratedSample]) -> None:
+    def resume(self, samples: Mapping[int, GeneratedSample]) -> None:
         """Resume samples of another worker, on weights as new as the newest of their tokens."""
         self.samples = [
-            sample for sample in found.values() if sample.finish_reason is not FinishReason.ABORT
+            sample for sample in samples.values() if sample.finish_reason is not FinishReason.ABORT
         ]
         self.partials = {
             index: sample
-            for index, sample in found.items()
+            for index, sample in samples.items()
             if sample.finish_reason is FinishReason.ABORT
         }
-        self.is_resumed = bool(found)
+        self.is_resumed = bool(samples)
         versions = [
-            segment.policy_version for sample in found.values() for segment in sample.segments
+            segment.policy_version for sample in samples.values() for segment in sample.segments
         ]
         self.issued = replace(
             self.issued,
@@ -256,7 +256,7 @@ def build_sample_event(
         topk_ids=select_top_tokens(sample, worker.config),
         path_lengths=list(sample.path_lengths),
         path_media=[list(media) for media in sample.path_media],
-        environment_rewards=np.array(given) if (given := sample.environment_rewards) else None,
+        environment_rewards=np.array(rewards) if (rewards := sample.environment_rewards) else None,
         worker_id=worker.worker_id,
     )
 
@@ -310,13 +310,13 @@ def select_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray 
     Raises:
         ConfigError: The engine returned none, or another number of them.
     """
-    if not (num_wanted := config.algorithm.num_rollout_top_tokens):
+    if not (num_tokens := config.algorithm.num_rollout_top_tokens):
         return None
-    wanted = (sample.num_sampled_tokens, num_wanted)
-    if sample.top_tokens is None or sample.top_tokens.shape != wanted:
+    shape = (sample.num_sampled_tokens, num_tokens)
+    if sample.top_tokens is None or sample.top_tokens.shape != shape:
         got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
         need = (
-            f"algorithm.distill_tokens = {config.algorithm.distill_tokens!r} needs {num_wanted} "
+            f"algorithm.distill_tokens = {config.algorithm.distill_tokens!r} needs {num_tokens} "
             "most probable tokens with each token"
         )
         remedy = "take another engine, or distill_tokens = 'teacher_topk'"

@@ -98,7 +98,7 @@ class ScorerTurns:
         with self._lock:
             self._scorers.append(scorer)
 
-    def loop_of(self, role: str) -> Callable[[bool], bool]:
+    def bind_role(self, role: str) -> Callable[[bool], bool]:
         """Return what a role's loop asks in each round: whether it may score, given whether it has
         samples.
         """

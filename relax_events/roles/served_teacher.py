@@ -100,7 +100,7 @@ class ServedTeacher:
     async def _score_paths(
         self, samples: Sequence[TokenSequence], *, num_top: int
     ) -> list[SampleScores]:
-        found: dict[int, SampleScores] = {}
+        scores: dict[int, SampleScores] = {}
         missing, urls = list(range(len(samples))), list(self._config.urls)
         losses: list[str] = []
         timeout = self._http.Timeout(self._config.request_seconds, connect=CONNECT_SECONDS)
@@ -123,9 +123,9 @@ class ServedTeacher:
                     elif isinstance(answer, BaseException):
                         raise answer
                     else:
-                        found |= zip(share.indices, answer, strict=True)
-                missing = [index for index in missing if index not in found]
-        return [found[index] for index in range(len(samples))]
+                        scores |= zip(share.indices, answer, strict=True)
+                missing = [index for index in missing if index not in scores]
+        return [scores[index] for index in range(len(samples))]
 
     async def _ask(
         self, client: Any, share: Share, samples: Sequence[TokenSequence], *, num_top: int
@@ -215,19 +215,21 @@ def read_scores(sample: TokenSequence, answer: Mapping[str, Any], *, num_top: in
         raise PoisonSample(f"{where} refuses it: {reason.get('message', reason)}")
     entries = answer["input_token_logprobs"]
     start = len(tokens) - len(entries)
-    wanted = np.flatnonzero(mask)
-    if len(wanted) and (start < 0 or wanted[0] < start):
+    loss_indices = np.flatnonzero(mask)
+    if len(loss_indices) and (start < 0 or loss_indices[0] < start):
         raise PoisonSample(f"{where} scored {len(entries)} of {len(tokens)} tokens")
-    chosen = [entries[index - start] for index in wanted]
+    chosen = [entries[index - start] for index in loss_indices]
     # a server writes the last id of the vocabulary as 0
-    if any(one[1] not in (token, 0) for one, token in zip(chosen, tokens[wanted], strict=True)):
+    if any(
+        one[1] not in (token, 0) for one, token in zip(chosen, tokens[loss_indices], strict=True)
+    ):
         raise PoisonSample(f"{where} scored other tokens than it was sent")
     logprobs = np.zeros(len(tokens), np.float32)
-    logprobs[wanted] = [one[0] for one in chosen]
+    logprobs[loss_indices] = [one[0] for one in chosen]
     if not num_top:
         return SampleScores(logprobs)
-    best = [answer["input_top_logprobs"][index - start][:num_top] for index in wanted]
-    shape = (len(wanted), num_top)
+    best = [answer["input_top_logprobs"][index - start][:num_top] for index in loss_indices]
+    shape = (len(loss_indices), num_top)
     return SampleScores(
         logprobs,
         np.array([[one[1] for one in row] for row in best], np.int32).reshape(shape),

@@ -133,7 +133,7 @@ class ScorerShare:
         again.
         """
         if weights.transport != "store":
-            own = {name: tensor.clone() for name, tensor in weights.tensors.items()}
-            weights = replace(weights, tensors=own)
+            copies = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+            weights = replace(weights, tensors=copies)
         self._shared.replace(self, weights)
         self.weights = weights

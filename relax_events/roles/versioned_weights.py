@@ -75,9 +75,9 @@ class VersionedWeights:
         """
         if policy_version == self._held:
             return policy_version
-        next_at, known = self._lost.get(policy_version, (0.0, None))
-        if known is not None and self._clock() < next_at:
-            raise known
+        next_at, error = self._lost.get(policy_version, (0.0, None))
+        if error is not None and self._clock() < next_at:
+            raise error
         with self._worker.lifecycle.transfer("load weights"):
             if policy_version not in self._cached:
                 self._make_room()

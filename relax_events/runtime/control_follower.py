@@ -141,13 +141,13 @@ class ControlFollower:
         return [(self._plan.topic(entity), 0) for entity in entities]
 
     def _read_versions(self, num_versions: int) -> list[PolicyVersionPublished]:
-        found = read_newest_publications(
+        publications = read_newest_publications(
             self._reader,
             self._plan,
             self._decode,
-            is_enough=lambda found: len(found) >= num_versions,
+            is_enough=lambda publications: len(publications) >= num_versions,
         )
-        return [event for event in found if self._is_newer(event)]
+        return [event for event in publications if self._is_newer(event)]
 
     def start(
         self, *listeners: Listener, start_offsets: Mapping[str, int] = NO_START_OFFSETS

@@ -95,24 +95,21 @@ class ControlView:
             ClientFailed: The version is published, but the client of the control topics does not
                 receive it.
         """
-        known = self.policy_version
-        if policy_version <= known:
+        newest_version = self.policy_version
+        if policy_version <= newest_version:
             return
         if not self.follower.is_published(policy_version):
-            if known < 0:
+            if newest_version < 0:
                 return  # there are no versions: a role that needs one says so
             raise PoisonSample(
                 f"the sample is of policy version {policy_version}, which was never "
-                f"published; the newest is {known}"
+                f"published; the newest is {newest_version}"
             )
         if not self.wait_for_version(policy_version, timeout_seconds=ANNOUNCEMENT_SECONDS):
-            what = (
-                f"policy version {policy_version} is published, and the client of the control "
-                "topics has not received it"
-            )
             raise ClientFailed(
-                f"{what} within {ANNOUNCEMENT_SECONDS:g} s, only versions up to {known}; this "
-                "process must be restarted to receive versions"
+                f"policy version {policy_version} is published, and the client of the control "
+                f"topics has not received it within {ANNOUNCEMENT_SECONDS:g} s, only versions up "
+                f"to {newest_version}; this process must be restarted to receive versions"
             )
 
     def _handle_command(self, event: Event) -> None:

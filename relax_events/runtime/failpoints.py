@@ -177,13 +177,13 @@ def parse_failpoints(text: str) -> list[ArmedPoint]:
 
 
 def _parse_failpoint(text: str) -> ArmedPoint:
-    found = ARMING.fullmatch(text)
-    if found is None:
+    match = ARMING.fullmatch(text)
+    if match is None:
         raise ConfigError(
             f"{VARIABLE}: {text!r} is not of the form name=action or name:n=action with n >= "
             f"1; {EXAMPLE}"
         )
-    name, action = found["name"], found["action"]
+    name, action = match["name"], match["action"]
     if name not in POINTS:
         close = difflib.get_close_matches(name, POINTS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(POINTS)}"
@@ -193,4 +193,4 @@ def _parse_failpoint(text: str) -> ArmedPoint:
             f"{VARIABLE}: the action at {name} must be {' or '.join(ACTIONS)}, got "
             f"{action!r}; {EXAMPLE}"
         )
-    return ArmedPoint(name, int(found["nth_pass"] or 1), action)
+    return ArmedPoint(name, int(match["nth_pass"] or 1), action)

@@ -86,8 +86,10 @@ def host_workers(starts: Mapping[str, Start], config: RunConfig, *, index: int) 
     for number, (role, start) in enumerate(starts.items()):
         port = config.telemetry.worker_port(number)
         telemetry = config.telemetry.model_copy(update={"metrics_port": port})
-        own = config.model_copy(update={"telemetry": telemetry})
-        threading.Thread(target=run, args=(role, start, own), name=role, daemon=True).start()
+        worker_config = config.model_copy(update={"telemetry": telemetry})
+        threading.Thread(
+            target=run, args=(role, start, worker_config), name=role, daemon=True
+        ).start()
     for _ in starts:
         if (error := ended.get()) is not None:
             raise error

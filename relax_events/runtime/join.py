@@ -52,11 +52,11 @@ class JoinedGroup:
         if needs_scores:
             needed.append(self.scores)
         return all(
-            len(found) >= len(self.samples) and found.keys() >= self.samples.keys()
-            for found in needed
+            len(results) >= len(self.samples) and results.keys() >= self.samples.keys()
+            for results in needed
         )
 
-    def reward_of(self, sample: SampleRolledOut) -> float:
+    def get_reward(self, sample: SampleRolledOut) -> float:
         """Return the reward of a scored sample.
 
         Raises:
@@ -101,7 +101,7 @@ class PromptGroupJoin:
         completes it. Duplicates are ignored.
         """
         key = events[0].key
-        group = self._group_of(
+        group = self._assign_group(
             record, (key.prompt_group_id, key.policy_version), key.generation_digest
         )
         if group is None:
@@ -124,7 +124,7 @@ class PromptGroupJoin:
         time.
         """
         key = (record.key, -1 if record.policy_version is None else record.policy_version)
-        group = self._group_of(record, key, next(iter(self._open.get(key, ("",)))))
+        group = self._assign_group(record, key, next(iter(self._open.get(key, ("",)))))
         if group is not None:
             group.failure = reason
         return group
@@ -186,7 +186,7 @@ class PromptGroupJoin:
             for topic_partition, offset in group.records:
                 self._held[topic_partition].pop(offset, None)
 
-    def _group_of(self, record: Record, key: Key, generation: str) -> JoinedGroup | None:
+    def _assign_group(self, record: Record, key: Key, generation: str) -> JoinedGroup | None:
         topic_partition = (record.topic, record.partition)
         self._positions[topic_partition] = record.offset + 1
         if key in self._done:

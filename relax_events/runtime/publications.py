@@ -53,13 +53,16 @@ def read_newest_publications(
         decode: Turns a record into its event; None for an unusable record.
         is_enough: Receives the publications found so far, oldest first.
     """
-    found: list[PolicyVersionPublished] = []
+    publications: list[PolicyVersionPublished] = []
     for records in reader.read_backwards((plan.topic(PUBLICATIONS), 0)):
         events = [decode(record) for record in records]
-        found = [*(event for event in events if isinstance(event, PolicyVersionPublished)), *found]
-        if is_enough(found):
+        publications = [
+            *(event for event in events if isinstance(event, PolicyVersionPublished)),
+            *publications,
+        ]
+        if is_enough(publications):
             break
-    return found
+    return publications
 
 
 def find_start_offsets(

@@ -104,7 +104,7 @@ def _content(described: RunDescribed) -> tuple[Any, ...]:
 
 
 def read_described_config(
-    described: RunDescribed, *, run_id: str, own: RunConfig | None = None
+    described: RunDescribed, *, run_id: str, reader_config: RunConfig | None = None
 ) -> RunConfig:
     """Return the configuration of a description; its broker table has no address.
 
@@ -115,7 +115,7 @@ def read_described_config(
         described: The description on the log.
         run_id: The run whose log it is. Records that were imported under a new id contain the
             original one.
-        own: The reader's run file.
+        reader_config: The reader's run file.
     Raises:
         ConfigError: It was written by a release whose keys this one does not know.
     """
@@ -128,7 +128,12 @@ def read_described_config(
         ) from None
     try:
         config = RunConfig.model_validate(
-            tree, context=FromLog(own.algorithm.name if own and not own.algorithm.is_unread else "")
+            tree,
+            context=FromLog(
+                reader_config.algorithm.name
+                if reader_config and not reader_config.algorithm.is_unread
+                else ""
+            ),
         )
         return config if described.run_id == run_id else _moved(config, run_id)
     except ValidationError as error:
@@ -192,14 +197,14 @@ class ParentRun:
 
     @classmethod
     def read(
-        cls, connection: Connection, run_id: str, *, own: RunConfig | None = None
+        cls, connection: Connection, run_id: str, *, child_config: RunConfig | None = None
     ) -> ParentRun:
         """Read a run's description.
 
         Args:
             connection: To the cluster.
             run_id: The run.
-            own: Configuration of the run that starts from it, if it has a run file; see
+            child_config: Configuration of the run that starts from it, if it has a run file; see
                 `read_described_config`.
 
         Raises:
@@ -223,9 +228,12 @@ class ParentRun:
                 f"the log of run {run_id!r} holds no description of the run, like logs of earlier "
                 f"releases; {remedy}"
             )
-        config = read_described_config(described, run_id=run_id, own=own)
+        config = read_described_config(described, run_id=run_id, reader_config=child_config)
         return cls(
-            config, TopicPlan.from_config(config), connection, own.parent.objects_uri if own else ""
+            config,
+            TopicPlan.from_config(config),
+            connection,
+            child_config.parent.objects_uri if child_config else "",
         )
 
     def codec(self) -> EventCodec:

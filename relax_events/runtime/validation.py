@@ -337,11 +337,11 @@ def _check_form(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -
 
 def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -> None:
     """Check arrays with one row of token ids, or of their log-probabilities, per loss token."""
-    given = {name: array for name in fields if (array := getattr(event, name)) is not None}
-    if not given or isinstance(event.loss_mask, StoredArray):
+    arrays = {name: array for name in fields if (array := getattr(event, name)) is not None}
+    if not arrays or isinstance(event.loss_mask, StoredArray):
         return
     num_rows = int(event.loss_mask.astype(bool).sum())
-    for name, array in given.items():
+    for name, array in arrays.items():
         if len(array.shape) != 2 or array.shape[0] != num_rows:
             raise PoisonSample(
                 f"sample {event.sample_id}: {name} must have a row for each of {num_rows} "
@@ -353,10 +353,10 @@ def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, .
                 f"sample {event.sample_id}: {name} must be "
                 f"{'integers' if name == 'topk_ids' else 'floats'}, got {array.dtype}"
             )
-    if len({array.shape for array in given.values()}) > 1:
-        shapes = " and ".join(str(array.shape) for array in given.values())
+    if len({array.shape for array in arrays.values()}) > 1:
+        shapes = " and ".join(str(array.shape) for array in arrays.values())
         raise PoisonSample(
-            f"sample {event.sample_id}: {' and '.join(given)} must have one shape, got {shapes}"
+            f"sample {event.sample_id}: {' and '.join(arrays)} must have one shape, got {shapes}"
         )
 
 
@@ -392,15 +392,15 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
             f"{lengths[0]}"
         )
     if isinstance(event, SampleReady):
-        shown, known = event.media, []
+        message_media, path_media = event.media, []
     else:
-        parts = (part for said in (*event.messages, *event.turns) for part in said.parts)
-        shown = [part.media for part in parts if part.media is not None]
-        known = media[-1] if media else []
-    if shown != known:
+        parts = (part for message in (*event.messages, *event.turns) for part in message.parts)
+        message_media = [part.media for part in parts if part.media is not None]
+        path_media = media[-1] if media else []
+    if message_media != path_media:
         raise PoisonSample(
-            f"sample {event.sample_id}: path_media must end with the {len(shown)} media files of "
-            f"its messages, got {len(known)}"
+            f"sample {event.sample_id}: path_media must end with the {len(message_media)} media "
+            f"files of its messages, got {len(path_media)}"
         )
     starts = np.cumsum(lengths) - np.array(lengths)
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[starts].any():
@@ -433,8 +433,14 @@ def _check_values(
 
 def _joined(arrays: Sequence[Array | None]) -> NDArray[np.generic]:
     """Return the values that are not in the object store, one array after the other."""
-    given = [array for array in arrays if isinstance(array, np.ndarray)]
-    return given[0] if len(given) == 1 else np.concatenate(given) if given else np.zeros(0)
+    loaded_arrays = [array for array in arrays if isinstance(array, np.ndarray)]
+    return (
+        loaded_arrays[0]
+        if len(loaded_arrays) == 1
+        else np.concatenate(loaded_arrays)
+        if loaded_arrays
+        else np.zeros(0)
+    )
 
 
 def _is_finite(values: NDArray[np.generic]) -> bool:

@@ -112,7 +112,7 @@ def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
     nothing where the description is of an unreadable release.
     """
     try:
-        old = read_described_config(described, run_id=config.run.id, own=config)
+        old = read_described_config(described, run_id=config.run.id, reader_config=config)
     except ConfigError as error:
         log.warning("run_description.decode_failed", run_id=config.run.id, error=str(error))
         return []

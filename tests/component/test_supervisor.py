@@ -146,7 +146,10 @@ def test_all_workers_fetch_single_batches_after_a_client_misread_the_log(
     orders = [
         order for managed in supervisor._processes.values() for order in managed.requests.values()
     ]
-    assert {os.environ[SINGLE_BATCHES], *(order.environment[SINGLE_BATCHES] for order in orders)} == {"1"}
+    assert {
+        os.environ[SINGLE_BATCHES],
+        *(order.environment[SINGLE_BATCHES] for order in orders),
+    } == {"1"}
 
 
 def died_again(supervisor: Supervisor, progress: Progress) -> list[str]:

@@ -186,7 +186,7 @@ def test_fork_uses_the_object_store_that_the_user_accepted(
     assert resolve_parent(config).parent.objects_uri == source.config.objects_uri
     valid_config["run"]["directory"] = str(tmp_path / "evil")
     hostile.describe(valid_config)
-    again = ParentRun.read(connection, hostile.config.run.id, own=config)
+    again = ParentRun.read(connection, hostile.config.run.id, child_config=config)
     assert again.config.objects_uri != again.objects_uri == config.parent.objects_uri
     with pytest.raises(
         ConfigError,

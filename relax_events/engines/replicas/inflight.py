@@ -138,8 +138,8 @@ class InflightSamples:
         self, sample_ids: Collection[str] | None
     ) -> dict[Replica | None, list[InflightSample]]:
         """Return the named samples, or all of them without names, by the replica that has them."""
-        found: dict[Replica | None, list[InflightSample]] = {}
+        entries: dict[Replica | None, list[InflightSample]] = {}
         for entry in self._all.values():
             if sample_ids is None or entry.sample.sample_id in sample_ids:
-                found.setdefault(entry.replica, []).append(entry)
-        return found
+                entries.setdefault(entry.replica, []).append(entry)
+        return entries

@@ -44,8 +44,8 @@ class PromptGroupPlacement:
         order = [ready[name] for name in rank_engines(group_id, ready)]
         rest = sorted(order, key=lambda replica: replica.num_samples)
         has_room = [replica for replica in order if replica.num_samples + num_new <= most]
-        known = [replica for replica in order if replica is self._replica_of_group.get(group_id)]
-        return list(dict.fromkeys([*known, *has_room, *rest]))
+        holders = [replica for replica in order if replica is self._replica_of_group.get(group_id)]
+        return list(dict.fromkeys([*holders, *has_room, *rest]))
 
     def remember(self, group_id: str, replica: Replica) -> None:
         """Remember which replica has a prompt group; the oldest prompt groups are forgotten."""

@@ -141,7 +141,7 @@ class ModelFolder:
     def _with_experts(self, config: Mapping[str, Any]) -> ModelFolder:
         mixture, layers = (
             read_expert_counts(config),
-            sorted(int(found[1]) for name in self.shapes if (found := ROUTER.match(name))),
+            sorted(int(match[1]) for name in self.shapes if (match := ROUTER.match(name))),
         )
         if mixture is None or not layers:
             rule = (
@@ -198,27 +198,27 @@ class ModelFolder:
         Raises:
             WeightsError: A tensor is missing, unknown or of another shape; the text names it.
         """
-        given = {
+        parts = {
             name: part
             for fused, tensor in tensors.items()
             for name, part in split_experts(fused, tensor)
         }
         if self.has_tied_head and "lm_head.weight" not in self.shapes:
-            given.pop("lm_head.weight", None)
-        if unknown := sorted(given.keys() - self.shapes.keys()):
+            parts.pop("lm_head.weight", None)
+        if unknown := sorted(parts.keys() - self.shapes.keys()):
             raise WeightsError(
                 f"the model has no tensor {unknown[0]} ({len(unknown)} unknown in all); {REMEDY}"
             )
-        if missing := sorted(self.shapes.keys() - given.keys()):
+        if missing := sorted(self.shapes.keys() - parts.keys()):
             raise WeightsError(
                 f"the weights lack {missing[0]} ({len(missing)} missing in all); {REMEDY}"
             )
-        for name, tensor in given.items():
+        for name, tensor in parts.items():
             if tuple(tensor.shape) != self.shapes[name]:
                 raise WeightsError(
                     f"{name} must be {self.shapes[name]} as in the model, got {tuple(tensor.shape)}"
                 )
-        return given
+        return parts
 
     def write_version(self, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         """Write a folder that a server can load or start from, and return it.
@@ -274,16 +274,16 @@ def split_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the checkpoint tensors that a transformers tensor contains: one per expert if it is
     fused.
     """
-    if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
+    if (match := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
         yield name, tensor
         return
     for expert, matrix in enumerate(tensor):
         parts = (
             zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
-            if found[2] == "gate_up_proj"
+            if match[2] == "gate_up_proj"
             else [("down_proj", matrix)]
         )
-        yield from ((f"{found[1]}.{expert}.{part}.weight", values) for part, values in parts)
+        yield from ((f"{match[1]}.{expert}.{part}.weight", values) for part, values in parts)
 
 
 def folder_tensors(
@@ -311,9 +311,9 @@ def to_transformers_layout(name: str, tensor: Tensor, *, hidden_size: int) -> Te
 
     Source: `Transpose(check_dims=True)` in the conversions of transformers.
     """
-    if (found := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
+    if (match := FUSED_EXPERTS.match(name)) is None or tensor.ndim != 3:
         return tensor
-    is_transposed = tensor.shape[2 if found[2] == "gate_up_proj" else 1] != hidden_size
+    is_transposed = tensor.shape[2 if match[2] == "gate_up_proj" else 1] != hidden_size
     return tensor.transpose(1, 2) if is_transposed else tensor
 
 

@@ -377,8 +377,8 @@ class SGLangClient:
         seconds: float = CONTROL_SECONDS,
     ) -> dict[str, Any]:
         response = await self._send(method, path, body, seconds=seconds)
-        found: dict[str, Any] = response.json() if response.content else {}
-        return found
+        answer: dict[str, Any] = response.json() if response.content else {}
+        return answer
 
     async def _send(
         self,
@@ -421,10 +421,10 @@ class SGLangClient:
     def _parse_event(self, event: dict[str, Any], *, experts_start: int) -> dict[str, Any]:
         """Return a parsed event; the experts as an array, with the index of their first token."""
         if "error" in event:
-            said = event["error"]
+            error = event["error"]
             raise ServerRejected(
                 f"POST {self.url}/generate: "
-                f"{said.get('message', said) if isinstance(said, dict) else said}"
+                f"{error.get('message', error) if isinstance(error, dict) else error}"
             )
         if (experts := event["meta_info"].get("routed_experts")) is not None:
             event["routed_experts"] = experts_start, self._model.decode_experts(experts)

@@ -135,23 +135,23 @@ class Generation:
         """Remove the named samples, or all of them without ids, and return them with their tokens;
         those that finish meanwhile become results.
         """
-        wanted = {
+        removed_ids = {
             name
             for name in (self._samples if sample_ids is None else sample_ids)
             if name in self._samples
         }
-        self._removed |= wanted
+        self._removed |= removed_ids
         try:
-            await self.abort_requests(lambda request: request.sample.sample_id in wanted)
+            await self.abort_requests(lambda request: request.sample.sample_id in removed_ids)
         except (ServerUnavailable, ServerRejected) as error:
             # Tokens that the server has not sent are lost; it aborts when the stream closes.
             log.warning("samples.truncated", error=str(error))
             for request in [
-                one for one in self._requests.values() if one.sample.sample_id in wanted
+                one for one in self._requests.values() if one.sample.sample_id in removed_ids
             ]:
                 self._finish_request(request)
-        self._removed -= wanted
-        return [self._samples.pop(name) for name in sorted(wanted & self._samples.keys())]
+        self._removed -= removed_ids
+        return [self._samples.pop(name) for name in sorted(removed_ids & self._samples.keys())]
 
     async def abort_requests(self, is_selected: Callable[[InflightRequest], bool]) -> None:
         """Abort the selected requests, and wait for their last tokens. While the gate is open,

@@ -82,7 +82,7 @@ def find_shared_memory(process_group: int) -> set[Path]:
     """Return the shared-memory files of SGLang that processes of a group have mapped."""
     lines = (
         line
-        for process in _processes_of_group(process_group)
+        for process in _list_group_processes(process_group)
         for line in _read(process / "maps").decode(errors="replace").splitlines()
     )
     mapped = {
@@ -101,7 +101,7 @@ def kill_processes(process_group: int) -> None:
     while time.monotonic() < deadline:
         others = [
             process
-            for process in _processes_of_group(process_group)
+            for process in _list_group_processes(process_group)
             if int(process.name) != os.getpid()
         ]
         killed = [process for process in others if TRACKER not in _read(process / "cmdline")]
@@ -117,16 +117,16 @@ def kill_processes(process_group: int) -> None:
         time.sleep(PAUSE_SECONDS)
 
 
-def _processes_of_group(process_group: int) -> list[Path]:
+def _list_group_processes(process_group: int) -> list[Path]:
     """Return the running processes of a group, as folders of /proc."""
     members = []
     for process in Path("/proc").glob("[0-9]*"):
-        state, _, found = _read(process / "stat").rpartition(b")")[2].split()[:3] or (
+        state, _, group = _read(process / "stat").rpartition(b")")[2].split()[:3] or (
             b"X",
             b"",
             b"0",
         )
-        if int(found) == process_group and state not in (b"X", b"Z"):
+        if int(group) == process_group and state not in (b"X", b"Z"):
             members.append(process)
     return members
 

@@ -77,11 +77,11 @@ class MediaArray:
         """Parse the output of `_encode_array`."""
         geometry = None
         if (fields := encoded["geometry"]) is not None:
-            known: dict[str, Any] = {
+            geometry_fields: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in fields.items()
             }
-            geometry = ImageGeometry(**known, min_pixels=0, max_pixels=0, side_multiple=0)
+            geometry = ImageGeometry(**geometry_fields, min_pixels=0, max_pixels=0, side_multiple=0)
         return cls(
             Modality(encoded["modality"]),
             _decode_array(encoded["values"]),

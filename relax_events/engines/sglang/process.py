@@ -132,14 +132,14 @@ class ServerProcess:
     def _arguments(self, path: Path, name: str) -> Sequence[str]:
         config = self._config
         limit = config.max_context_tokens + CONTEXT_MARGIN
-        known = self._model.max_context_tokens
+        model_limit = self._model.max_context_tokens
         flags = {
             "--model-path": path,
             "--weight-version": name,
             "--host": HOST,
             "--port": self._port,
             "--dtype": self._settings.dtype,
-            "--context-length": min(limit, known) if known else limit,
+            "--context-length": min(limit, model_limit) if model_limit else limit,
             "--max-running-requests": config.max_running_samples,
             "--max-total-tokens": config.max_running_samples * limit,
             "--stream-interval": config.sglang.stream_interval_tokens,

@@ -230,11 +230,11 @@ class SGLangServer:
             raise self._lifecycle.failure
 
     def _take_finished(self) -> list[GeneratedSample]:
-        found = []
+        samples = []
         while not self._results.empty():
             if (sample := self._results.get()) is not None:
-                found.append(sample)
-        return found
+                samples.append(sample)
+        return samples
 
 
 def _read_token(config: SGLangConfig) -> str:

@@ -148,18 +148,18 @@ def _candidates(name: str, tensors: Mapping[str, Tensor]) -> Iterator[TensorReci
 
 
 def _parts(name: str, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    if found := re.match(r"(.+\.experts)\.(w13_weight|w2_weight)$", name):
+    if match := re.match(r"(.+\.experts)\.(w13_weight|w2_weight)$", name):
         experts = sorted(
             {
                 int(number[1])
                 for one in tensors
-                if (number := re.match(re.escape(found[1]) + r"\.(\d+)\.", one))
+                if (number := re.match(re.escape(match[1]) + r"\.(\d+)\.", one))
             }
         )
         return tuple(
-            f"{found[1]}.{expert}.{part}.weight"
+            f"{match[1]}.{expert}.{part}.weight"
             for expert in experts
-            for part in EXPERT_PARTS[found[2]]
+            for part in EXPERT_PARTS[match[2]]
         )
     for fused, parts in FUSED_PARTS.items():
         if f".{fused}." in name:

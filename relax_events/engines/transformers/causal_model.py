@@ -293,10 +293,10 @@ class CausalModel:
 
 
 def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
-    known = (
+    supported_kinds = (
         {FULL, LINEAR} if module.config.get_text_config().model_type in LINEAR_MODELS else {FULL}
     )
-    if other := attention_kinds(module) - known:
+    if other := attention_kinds(module) - supported_kinds:
         rule = (
             f"engine 'transformers' supports {FULL}, and {LINEAR} for models of type "
             f"{' and '.join(LINEAR_MODELS)}"

@@ -172,17 +172,17 @@ class TransformersEngine:
         """Remove the named samples, or all of them without `sample_ids`, and return them with their
         tokens so far.
         """
-        wanted = None if sample_ids is None else set(sample_ids)
+        removed_ids = None if sample_ids is None else set(sample_ids)
         rows = [
             row
             for row, sample in enumerate(self._table.samples)
-            if wanted is None or sample.sample_id in wanted
+            if removed_ids is None or sample.sample_id in removed_ids
         ]
         removed = self._remove_rows(rows)
         kept = deque[SampleState]()
         for sample in self._waiting:
-            is_wanted = wanted is None or sample.sample_id in wanted
-            (removed if is_wanted else kept).append(sample)
+            is_removed = removed_ids is None or sample.sample_id in removed_ids
+            (removed if is_removed else kept).append(sample)
         self._waiting = kept
         self._running_ids.difference_update(sample.sample_id for sample in removed)
         return [sample.to_generated(FinishReason.ABORT) for sample in removed]

@@ -106,8 +106,8 @@ def top_tokens(logits: Float[Tensor, "rows vocabulary"], *, num_tokens: int) -> 
         logits: Output of the model.
         num_tokens: Number of tokens per row.
     """
-    found: NDArray[np.int32] = logits.topk(num_tokens, dim=-1).indices.int().cpu().numpy()
-    return found
+    tokens: NDArray[np.int32] = logits.topk(num_tokens, dim=-1).indices.int().cpu().numpy()
+    return tokens
 
 
 def _restrict(

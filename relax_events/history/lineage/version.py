@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relax_events.errors import ConfigError, ObjectError, WeightsError
-from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.generations import TrajectoryKey, get_trajectory_key
 from relax_events.events.types import (
     PolicyVersionPublished,
     SampleReady,
@@ -133,7 +133,7 @@ def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSampl
     trained = [found[sample_id] for sample_id in step.sample_ids if sample_id in found]
     scores, row = _scores_of(log, trained), data_rows(log.config)
     return [
-        _trained(item, scores.get(trajectory_of(item.event)), row(item.event.key.row))
+        _trained(item, scores.get(get_trajectory_key(item.event)), row(item.event.key.row))
         for item in trained
     ]
 
@@ -142,7 +142,7 @@ def _scores_of(
     log: RunLog, samples: Sequence[DecodedRecord[SampleReady]]
 ) -> dict[TrajectoryKey, SampleScored]:
     """Return the scores of these samples; only those of their versions are read."""
-    wanted = {trajectory_of(found.event) for found in samples}
+    wanted = {get_trajectory_key(found.event) for found in samples}
     versions = [version for _, version, _ in wanted]
     scores: dict[TrajectoryKey, SampleScored] = {}
     if wanted:
@@ -150,7 +150,7 @@ def _scores_of(
             log.offset_ranges("reward.scores", range(min(versions), max(versions) + 1)),
             SampleScored,
         ):
-            key = trajectory_of(found.event)
+            key = get_trajectory_key(found.event)
             if key in wanted:
                 scores.setdefault(key, found.event)
     return scores

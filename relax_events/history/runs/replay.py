@@ -35,7 +35,7 @@ def resolve_parent(config: RunConfig) -> RunConfig:
     source = ParentRun.read(
         Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
         config.parent.run,
-        own=config,
+        child_config=config,
     )
     if config.parent.from_version < source.config.first_version:
         begin = f"run {config.parent.run} begins with version {source.config.first_version}"
@@ -145,7 +145,7 @@ def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, A
     source = ParentRun.read(
         Connection.from_config(config.broker, client_id=f"{config.run.id}.source"),
         config.parent.run,
-        own=config,
+        child_config=config,
     )
     wanted = set(train_steps)
     metrics = {

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from relax_events.errors import ConfigError, ObjectError
-from relax_events.events.generations import trajectory_of
+from relax_events.events.generations import get_trajectory_key
 from relax_events.events.parts import Array, Outcome
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
 from relax_events.history.run_log import DecodedRecord, RunLog
@@ -99,7 +99,7 @@ def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored
     for topic in sorted(name for name in log.topics if name.startswith(prefix)):
         entity = log.plan.parse_entity(topic)
         for found in log.read(log.full_ranges(entity, [partition]), SampleScored):
-            if trajectory_of(found.event) == trajectory_of(sample):
+            if get_trajectory_key(found.event) == get_trajectory_key(sample):
                 scores[topic.removeprefix(prefix)] = found.event
                 break
     return scores

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
-from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.generations import TrajectoryKey, get_trajectory_key
 from relax_events.events.types import (
     PolicyVersionPublished,
     PromptGroupEnded,
@@ -116,7 +116,7 @@ def read_scores(log: RunLog, extent: VersionRange, *, entity: str = "reward.scor
     for found in log.read(
         log.offset_ranges(entity, extent.versions, shard=extent.shard), SampleScored
     ):
-        scores.setdefault(trajectory_of(found.event), found.event)
+        scores.setdefault(get_trajectory_key(found.event), found.event)
     return scores
 
 
@@ -131,7 +131,7 @@ def read_sample_events(
         compute_shard(sample.prompt_group_id, shards=log.plan.partitions_per_version),
     )
     found = log.read(log.offset_ranges(entity, extent.versions, shard=extent.shard), kind)
-    return (item for item in found if trajectory_of(item.event) == trajectory_of(sample))
+    return (item for item in found if get_trajectory_key(item.event) == get_trajectory_key(sample))
 
 
 def build_view(
@@ -152,7 +152,7 @@ def _read_block(log: RunLog, wanted: SampleFilter, extent: VersionRange) -> Iter
     ).items():
         seen: set[TrajectoryKey] = set()
         for found in log.read({topic_partition: span}, SampleRolledOut):
-            key = trajectory_of(found.event)
+            key = get_trajectory_key(found.event)
             if key not in seen and wanted.matches_sample(found.event):
                 seen.add(key)
                 view = build_view(
@@ -194,7 +194,7 @@ class LiveSamples:
         if isinstance(event, PolicyVersionPublished):
             self._newest_version = max(self._newest_version, event.policy_version)
             return None
-        key = trajectory_of(event)
+        key = get_trajectory_key(event)
         if isinstance(event, SampleScored):
             if key in self._waiting:
                 return self._line(self._waiting.pop(key)[1], event)

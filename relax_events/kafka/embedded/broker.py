@@ -303,9 +303,9 @@ class EmbeddedBroker:
         PrincipalAdmin(itself).apply(
             SecurityChanges([EMBEDDED_USER], [], [], []), password_of=lambda _: login.password
         )
-        known = replace(state, login=PASSWORD)
-        write_state(self._directory / STATE_NAME, known)
-        return known
+        new_state = replace(state, login=PASSWORD)
+        write_state(self._directory / STATE_NAME, new_state)
+        return new_state
 
     def _lock_as_user(self, stack: ExitStack) -> None:
         with translate_file_errors(self._directory):

@@ -158,20 +158,20 @@ def read_bootstrap_users(folder: SecurityFolder) -> list[ScramCredential]:
     ]
 
 
-def choose_credentials(given: Path | None, recorded: str | None, *, data: Path) -> Path | None:
+def choose_credentials(folder: Path | None, recorded: str | None, *, data: Path) -> Path | None:
     """Return the security folder of the next start: the given one, or that of the last start.
 
     Raises:
         EnvironmentProblem: The node was formatted without a security folder, so no principal could
             authenticate.
     """
-    if given is not None and recorded is None and is_formatted(data):
+    if folder is not None and recorded is None and is_formatted(data):
         raise EnvironmentProblem(
             f"the broker in {data.parent} was created without broker.credentials and does "
             "not know their users; "
             "choose another run.directory (or --directory), or leave broker.credentials out"
         )
-    return given if given is not None else None if recorded is None else Path(recorded)
+    return folder if folder is not None else None if recorded is None else Path(recorded)
 
 
 def read_readiness_settings(state: BrokerState, password_file: Path) -> dict[str, str]:

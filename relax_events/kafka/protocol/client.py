@@ -272,9 +272,9 @@ class KafkaProtocolClient:
             str(self._settings.get("sasl.password", "")),
         )
         if mechanism not in SCRAM_HASHES and mechanism != "PLAIN":
-            known = ", ".join([*SCRAM_HASHES, "PLAIN"])
+            mechanisms = ", ".join([*SCRAM_HASHES, "PLAIN"])
             raise ConfigError(
-                f"this command supports {known}, got sasl.mechanism = {mechanism!r}; use "
+                f"this command supports {mechanisms}, got sasl.mechanism = {mechanism!r}; use "
                 "Kafka's own kafka-configs"
             )
         if error := self.request(SASL_HANDSHAKE, 1, encode_string(mechanism)).read_int16():

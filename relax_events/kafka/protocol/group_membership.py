@@ -116,28 +116,28 @@ class MembershipMonitor:
             )
             return
         self._num_members = len(members)
-        given = next(
+        assigned_partitions = next(
             (member.partitions for member in members if member.member_id == member_id), None
         )
-        if given == held:
+        if assigned_partitions == held:
             self._num_mismatches = 0
             return
         self._num_mismatches += 1
         self._check_at = time.monotonic() + CHECK_SECONDS  # in a large group too
-        found = (
+        answer = (
             "does not know this client"
-            if given is None
-            else f"gave this client {len(given)} partitions"
+            if assigned_partitions is None
+            else f"gave this client {len(assigned_partitions)} partitions"
         )
         log.warning(
             "membership.mismatch",
             consumer_group=self._consumer_group,
-            broker=found,
+            broker=answer,
             num_held=len(held),
         )
         if self._num_mismatches > MAX_MISMATCHES:
             raise ClientFailed(
-                f"the coordinator of {self._consumer_group} {found}, which holds "
+                f"the coordinator of {self._consumer_group} {answer}, which holds "
                 f"{len(held)}; restart the worker"
             )
 
@@ -172,7 +172,7 @@ def find_coordinators(connection: Connection, name: str, *, kind: int) -> list[C
     Raises:
         BrokerUnavailable: No broker knows the coordinator.
     """
-    found: dict[str, Connection] = {}
+    coordinators: dict[str, Connection] = {}
     failure: BrokerUnavailable | None = None
     for address in connection.addresses:
         try:
@@ -180,10 +180,10 @@ def find_coordinators(connection: Connection, name: str, *, kind: int) -> list[C
         except BrokerUnavailable as error:
             failure = error
         else:
-            found[one.bootstrap_servers] = one
-    if not found and failure is not None:
+            coordinators[one.bootstrap_servers] = one
+    if not coordinators and failure is not None:
         raise failure
-    return list(found.values())
+    return list(coordinators.values())
 
 
 def list_members(connection: Connection, consumer_group: str) -> list[GroupMembership]:

@@ -64,8 +64,10 @@ def read_metadata(connection: Connection, topics: Collection[str]) -> BrokerMeta
     addresses = response.read_array(partial(_read_broker, response))
     response.read_string()
     response.read_int32()
-    found = response.read_array(partial(_read_topic, response))
-    return BrokerMetadata(tuple(addresses), {at: leader for part in found for at, leader in part})
+    topic_leaders = response.read_array(partial(_read_topic, response))
+    return BrokerMetadata(
+        tuple(addresses), {at: leader for part in topic_leaders for at, leader in part}
+    )
 
 
 def read_metadata_of_each(
@@ -75,30 +77,32 @@ def read_metadata_of_each(
     is configured, which may stand for several brokers, ask those that it lists. A broker that can't
     be asked, for example because it wants another kind of login, is left out.
     """
-    found = _read_from(connection, connection.addresses, topics)
-    if len(connection.addresses) == 1 and found:
-        (one,) = found.values()
+    metadata = _read_from(connection, connection.addresses, topics)
+    if len(connection.addresses) == 1 and metadata:
+        (one,) = metadata.values()
         if len(one.addresses) > 1:
             return _read_from(connection, one.addresses, topics)
-    return found
+    return metadata
 
 
 def _read_from(
     connection: Connection, addresses: Iterable[str], topics: Collection[str]
 ) -> dict[str, BrokerMetadata]:
-    found: dict[str, BrokerMetadata] = {}
+    metadata: dict[str, BrokerMetadata] = {}
     for address in addresses:
         try:
-            found[address] = read_metadata(replace(connection, bootstrap_servers=address), topics)
+            metadata[address] = read_metadata(
+                replace(connection, bootstrap_servers=address), topics
+            )
         except RelaxError as error:
             log.debug("metadata.read_failed", address=address, error=str(error))
-    return found
+    return metadata
 
 
-def select_newest_leaders(found: Iterable[BrokerMetadata]) -> dict[TopicPartition, Leader]:
+def select_newest_leaders(brokers: Iterable[BrokerMetadata]) -> dict[TopicPartition, Leader]:
     """Return each partition's leader of the highest epoch."""
     newest: dict[TopicPartition, Leader] = {}
-    for metadata in found:
+    for metadata in brokers:
         for at, leader in metadata.leaders.items():
             if at not in newest or leader.epoch > newest[at].epoch:
                 newest[at] = leader
@@ -106,12 +110,12 @@ def select_newest_leaders(found: Iterable[BrokerMetadata]) -> dict[TopicPartitio
 
 
 def find_outdated(
-    found: Mapping[str, BrokerMetadata], newest: Mapping[TopicPartition, Leader]
+    brokers: Mapping[str, BrokerMetadata], newest: Mapping[TopicPartition, Leader]
 ) -> frozenset[str]:
     """Return the addresses of the brokers that name a leader of an older epoch."""
     return frozenset(
         address
-        for address, metadata in found.items()
+        for address, metadata in brokers.items()
         if any(leader.epoch < newest[at].epoch for at, leader in metadata.leaders.items())
     )
 

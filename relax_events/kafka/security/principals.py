@@ -55,19 +55,22 @@ class PrincipalAdmin:
         self._client = AdminClient(connection.settings())
 
     def plan_changes(
-        self, prefix: str, wanted: Sequence[Acl], users: Sequence[str]
+        self, prefix: str, acls: Sequence[Acl], users: Sequence[str]
     ) -> SecurityChanges:
-        """Compare a cluster's users and ACLs with the wanted ones.
+        """Compare a cluster's users and ACLs with the run's.
 
         Args:
             prefix: The prefix of the run's user names.
-            wanted: All ACLs of the run.
+            acls: All ACLs of the run.
             users: All users of the run.
         """
-        found = {acl for acl in self._acls() if acl.username.startswith(prefix)}
+        current_acls = {acl for acl in self._acls() if acl.username.startswith(prefix)}
         unknown = [name for name in self._users() if name.startswith(prefix) and name not in users]
         return SecurityChanges(
-            sorted(users), unknown, sorted(set(wanted) - found), sorted(found - set(wanted))
+            sorted(users),
+            unknown,
+            sorted(set(acls) - current_acls),
+            sorted(current_acls - set(acls)),
         )
 
     def apply(self, changes: SecurityChanges, *, password_of: Callable[[str], str]) -> None:

@@ -54,10 +54,10 @@ class ProposedReward:
 
 def value_at(row: Row, key: str) -> Any:
     """Return a column; dots lead into objects. None where there is none."""
-    found: Any = row
+    value: Any = row
     for name in [key] if key in row else key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def guess_columns(rows: Sequence[Row], *, prompt: str = "", answer: str = "") -> Columns:

@@ -58,7 +58,7 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
             text says which flag names it.
     """
     facts = read_model_facts(model)
-    source = _source_of(data)
+    source = _name_source(data)
     rows = read_rows(data, wishes.split)
     columns = guess_columns(rows, prompt=wishes.prompt, answer=wishes.answer)
     reward = (
@@ -95,7 +95,7 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
     )
 
 
-def _source_of(data: Path) -> str:
+def _name_source(data: Path) -> str:
     if not data.exists():
         raise ConfigError(f"data {data} does not exist; give a .jsonl or .parquet file or a folder")
     is_parquet = data.is_dir() or data.suffix == ".parquet"

@@ -22,7 +22,7 @@ def as_described(config: RunConfig, state: RunState) -> RunConfig:
     if state.description is None:
         return resolve_defaults(config)[0]
     try:
-        known = read_described_config(state.description, run_id=config.run.id, own=config)
+        known = read_described_config(state.description, run_id=config.run.id, reader_config=config)
     except ConfigError:  # an earlier release wrote it
         return resolve_defaults(config)[0]
     own = {

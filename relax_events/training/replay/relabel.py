@@ -15,7 +15,7 @@ from relax_events.algorithms.advantage_estimator import AdvantageEstimator, Rewa
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
 from relax_events.events.codec import EventCodec
-from relax_events.events.generations import TrajectoryKey, trajectory_of
+from relax_events.events.generations import TrajectoryKey, get_trajectory_key
 from relax_events.events.parts import FinishReason
 from relax_events.events.sample_columns import split_samples
 from relax_events.events.tensors import dense
@@ -207,7 +207,7 @@ class AdvantageRelabeller:
     def _new_reward(
         self, sample: SampleReady, rewards: Mapping[TrajectoryKey, RelabelledReward]
     ) -> RelabelledReward:
-        if (reward := rewards.get(trajectory_of(sample))) is None:
+        if (reward := rewards.get(get_trajectory_key(sample))) is None:
             raise ConfigError(
                 f"sample {sample.sample_id} has no reward under parent.scores = {self._scores!r}; "
                 "finish the rescoring with relax rewards rescore, or choose versions that it covers"
@@ -240,5 +240,7 @@ def read_rewards(
                     else dense(part, what=f"sample {event.sample_id}: rewards by turn or token")
                     for part in parts
                 )
-                rewards[trajectory_of(event)] = RelabelledReward(event.reward, by_turn, by_token)
+                rewards[get_trajectory_key(event)] = RelabelledReward(
+                    event.reward, by_turn, by_token
+                )
     return rewards

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from event_samples import changed, rolled_out
 
-from relax_events.events.generations import mark_generation, trajectory_of
+from relax_events.events.generations import get_trajectory_key, mark_generation
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, VersionSegment
 from relax_events.events.types import SampleRolledOut
 
@@ -58,4 +58,4 @@ def test_trajectory_is_named_by_sample_version_and_generation() -> None:
     samples = generation()
     mark_generation(samples)
     sample = samples[1]
-    assert trajectory_of(sample) == ("000000-0000-0/1", 0, sample.key.generation_digest)
+    assert get_trajectory_key(sample) == ("000000-0000-0/1", 0, sample.key.generation_digest)

@@ -25,7 +25,7 @@ from relax_events.events.schemas import (
     Schema,
     current_schemas,
     event_schemas,
-    name_of,
+    get_full_name,
     schema_directory,
     schema_fingerprint,
 )
@@ -94,7 +94,7 @@ def canonical(node: Any) -> str:
         "enum": lambda: f'"symbols":{json.dumps(node["symbols"], separators=(",", ":"))}',
         "fixed": lambda: f'"size":{node["size"]}',
     }[kind]()
-    return f'{{"name":"{name_of(node)}","type":"{kind}",{rest}}}'
+    return f'{{"name":"{get_full_name(node)}","type":"{kind}",{rest}}}'
 
 
 def field_form(field: Schema) -> str:
@@ -184,7 +184,7 @@ def test_enum_members_match_the_schema_and_include_its_default(schema: Schema) -
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=lambda schema: schema["name"])
 def test_schema_is_self_contained_for_another_avro_library(schema: Schema) -> None:
     parsed = avro.schema.parse(json.dumps(schema))
-    assert parsed.fullname == name_of(schema)  # type: ignore[attr-defined]
+    assert parsed.fullname == get_full_name(schema)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS.values(), ids=lambda schema: schema["name"])
