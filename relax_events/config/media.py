@@ -11,7 +11,6 @@ from relax_events.config.base import Positive, Seconds, Section
 BOUNDS = (
     ("image_min_token_num", "image_max_token_num"),
     ("video_min_token_num", "video_max_token_num"),
-    ("video_fps_min_frames", "video_fps_max_frames"),
     ("frame_factor", "video_fps_max_frames"),
 )
 
@@ -30,10 +29,8 @@ class MediaConfig(Section):
     and frames must then have such sides already."""
     video_fps: Annotated[float, Field(gt=0, le=1000)] = 2.0
     """Frames sampled per second of a video, evenly spread over its whole length."""
-    video_fps_min_frames: Positive = 4
-    """Minimum frames of a video, unless it has fewer."""
-    video_fps_max_frames: Positive = 768
-    """Maximum frames of a video."""
+    video_fps_max_frames: Annotated[int, Field(ge=4)] = 768
+    """Maximum frames of a video; at least 4 are taken, unless it has fewer."""
     frame_factor: Positive = 2
     """The number of frames is rounded down to a multiple of this."""
     video_min_token_num: Positive = 128

@@ -60,11 +60,6 @@ class TrainerConfig(Section):
     divides the ranks of a pipeline stage."""
     expert_tensor_parallel: Annotated[Positive, free(ROUNDING)] = 1
     """Ranks over which the matrices of each expert are split."""
-    balance_ranks: Annotated[bool, free(ROUNDING)] = True
-    """With several ranks, wait for the prompt groups of a whole step, and distribute their samples
-    so that all data-parallel ranks have equal work and equally many micro-batches. Off, each rank
-    trains the prompt groups of its own partitions, as they become ready. One rank alone always
-    does. Needed where ranks hold parts of the model."""
     sharding: Annotated[
         Literal["none", "full"], free("results agree within rounding; checkpoints fit both")
     ] = "none"
@@ -210,12 +205,6 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"trainer.backend = 'torch' keeps each layer whole, and trainer.{split[0]} is "
                 f"{getattr(self, split[0])}; set it to 1, or set trainer.backend = 'megatron'"
-            )
-        if split and not self.balance_ranks:
-            raise ValueError(
-                "ranks that hold parts of a layer train the same micro-batches, and "
-                f"trainer.balance_ranks = false with trainer.{split[0]} = "
-                f"{getattr(self, split[0])} gives them none; leave trainer.balance_ranks out"
             )
         return self
 

@@ -14,6 +14,8 @@ from relax_events.errors import ConfigError, MediaError
 from relax_events.events.parts import MediaRef
 from relax_events.media.geometry import ImageGeometry
 
+MIN_FRAMES = 4
+"""Of a video that has as many."""
 AUDIO_CHUNK_TOKENS = 13
 """Tokens that Qwen3-Omni's audio tower outputs for a full window."""
 
@@ -220,7 +222,7 @@ class VideoPreprocessor:
         return cls(
             frame,
             config.video_fps,
-            config.video_fps_min_frames,
+            MIN_FRAMES,
             config.video_fps_max_frames,
             config.frame_factor,
             audio,

@@ -33,7 +33,7 @@ class BatchOpener:
     @property
     def is_in_rounds(self) -> bool:
         """Whether the ranks train in rounds, from one plan a step."""
-        return self.ranks.size > 1 and self.config.trainer.balance_ranks
+        return self.ranks.size > 1
 
     @property
     def trains_at_once(self) -> bool:
