@@ -31,8 +31,10 @@ def explain_path(path: Path) -> str:
         )
         return f"{path} is Python and no run file; {remedy}"
     if suffix in YAML:
-        remedy = f"run files are TOML; docs/how-to/migrate.md lists the keys of other engines; {EXAMPLE}"
-        return f"{path} is YAML and no run file; {remedy}"
+        return (
+            f"{path} is YAML and no run file; run files are TOML; docs/how-to/migrate.md lists the "
+            f"keys of other engines; {EXAMPLE}"
+        )
     return ""
 
 
