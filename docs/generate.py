@@ -87,7 +87,6 @@ def main() -> int:
         "algorithms.md": algorithms_page(),
         "rewards.md": rewards_page(),
         "events.md": events_page(),
-        "topics.md": topics_page(),
         "metrics.md": metrics_page(),
         "exit-codes.md": errors_page(),
         "resuming.md": resuming_page(),
@@ -254,13 +253,16 @@ def algorithms_page() -> str:
 
 
 def events_page() -> str:
-    """Every Avro record."""
+    """Every topic and every Avro record."""
     parts = [
-        "# Events",
+        "# Topics and events",
         (
             "The Avro schemas in `schemas/` are the contract; each record on the log is one of "
             "these, behind its schema's fingerprint or registry id."
         ),
+        "## Topics",
+        "Partitions are those of `run.max_staleness = 1` and `broker.partitions_per_version = 2`: three slots of two.",
+        _topic_rows(),
         HEADERS,
     ]
     for name, schema in sorted(current_schemas().items()):
@@ -290,8 +292,7 @@ def _type(kind: Any) -> str:
     return str(kind.get("logicalType") or kind.get("name") or kind["type"])
 
 
-def topics_page() -> str:
-    """Every topic."""
+def _topic_rows() -> str:
     specs = TopicPlan("RUN", 1, 2, 4, 1, "none").specs()
     rows = [
         (
@@ -300,19 +301,7 @@ def topics_page() -> str:
         )
         for spec in specs
     ]
-    lead = "Partitions are those of `max_staleness = 1`, `shards = 2`: three slots of two."
-    return "\n".join(
-        [
-            "# Topics",
-            "",
-            lead,
-            "",
-            "| topic | partitions | clean-up | what |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    return "\n".join(["| topic | partitions | clean-up | what |", "|---|---|---|---|", *rows])
 
 
 def metrics_page() -> str:
