@@ -55,7 +55,7 @@ from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.heartbeat import Heartbeat
 from relax_events.runtime.worker import compute_follow_wait
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import HEARTBEATS, METRICS
+from relax_events.topics.names import HEARTBEATS, METRICS
 
 NUM_TOKENS, SAMPLES_PER_PROMPT = 512, 4
 GROUPS_PER_SECOND = 25.0

@@ -39,7 +39,7 @@ from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
 from relax_events.runtime.validation import check_samples, require_allowed_event
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external
-from relax_events.topics.plan import LOGPROB_TOPICS
+from relax_events.topics.names import LOGPROB_TOPICS
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5

@@ -25,7 +25,7 @@ from relax_events.runtime.worker import Worker
 from relax_events.telemetry.delivery import DeliveryQueue
 from relax_events.telemetry.endpoint import MetricsFile
 from relax_events.telemetry.trackers import StepMetrics, open_tracker_queues
-from relax_events.topics.plan import METRICS
+from relax_events.topics.names import METRICS
 
 log = structlog.get_logger()
 FOLLOWED = (*METRICS.values(), "control.train-steps", "control.evaluations")

@@ -75,8 +75,8 @@ from relax_events.staleness import (
     is_external,
 )
 from relax_events.telemetry.traces import TracedWork
+from relax_events.topics.names import HEARTBEATS
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import HEARTBEATS
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5

@@ -40,7 +40,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINING_SAMPLES
+from relax_events.topics.names import TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.weight_stream import weight_parts

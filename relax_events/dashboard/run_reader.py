@@ -40,7 +40,8 @@ from relax_events.history.samples.reader import version_blocks_backwards
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RUN_STATE_TOPICS
-from relax_events.topics.plan import METRICS, belongs_on
+from relax_events.topics.names import METRICS
+from relax_events.topics.plan import belongs_on
 
 log = structlog.get_logger()
 Value = TypeVar("Value")

@@ -34,7 +34,7 @@ from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import TRAINER_INPUTS
+from relax_events.topics.names import TRAINER_INPUTS
 
 log = structlog.get_logger()
 BLOCK_RECORDS = 5_000

@@ -16,7 +16,7 @@ import orjson
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
-from relax_events.config import BrokerConfig
+from relax_events.config.broker import BrokerConfig
 from relax_events.config.broker_addresses import list_addresses
 from relax_events.deadline import Deadline
 from relax_events.errors import (
@@ -28,7 +28,7 @@ from relax_events.errors import (
     Fenced,
 )
 from relax_events.kafka.auth_errors import USER_REMEDY, AuthFailureTracker, explain_refusal
-from relax_events.kafka.credentials import read_client_settings
+from relax_events.kafka.security.settings import read_client_settings
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_events.config import BrokerConfig
+from relax_events.config.broker import BrokerConfig
 from relax_events.errors import (
     BrokerError,
     BrokerRefused,

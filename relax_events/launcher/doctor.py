@@ -23,7 +23,6 @@ from relax_events.data.rows import PromptRow, PromptSource, build_checking_reade
 from relax_events.data.sft_targets import tokenize_targets
 from relax_events.data.sources import named_evaluation_datasets, named_sources, open_source
 from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem, RelaxError
-from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded.java import find_java
 from relax_events.kafka.embedded.settings import SHARE_GROUP_SIZE as EMBEDDED_SHARE_GROUP_SIZE
 from relax_events.kafka.schema_registry import RegistryClient
@@ -44,6 +43,7 @@ from relax_events.session.broker_address import (
 )
 from relax_events.session.defaults import read_checkpoint_facts, read_resolved, resolve_defaults
 from relax_events.session.planned import require_devices
+from relax_events.session.principals import apply_principal
 from relax_events.topics import TopicPlan
 
 MIN_FREE_BYTES = 1024**3

@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from relax_events.kafka.credentials import SHARED_VARIABLES
 from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
 from relax_events.objects.credentials import remove_store_credentials
+from relax_events.session.principals import SHARED_VARIABLES
 
 MAX_BYTES = 2**20
 MAX_DESCRIPTORS = 2

@@ -22,7 +22,6 @@ from relax_events.events.types import Event, RunCommanded
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import apply_principal, remove_credentials
 from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.closing_report import ClosingReport
@@ -52,6 +51,7 @@ from relax_events.session.broker_address import (
     with_broker_address,
 )
 from relax_events.session.defaults import RESOLVED_FILE, log_derived, resolve_defaults
+from relax_events.session.principals import apply_principal, remove_credentials
 from relax_events.session.records import RunSessions
 from relax_events.session.resume import (
     find_changes,

@@ -19,7 +19,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.session.change_audit import ENTITY as AUDIT
 from relax_events.session.change_audit import build_change
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import HEARTBEATS
+from relax_events.topics.names import HEARTBEATS
 
 log = structlog.get_logger()
 MAX_REASON = 2_000

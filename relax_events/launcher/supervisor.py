@@ -28,7 +28,6 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.credentials import build_worker_credentials
 from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.launcher.device_assignment import DeviceAssignment
 from relax_events.launcher.fork_client import ForkServer
@@ -50,6 +49,7 @@ from relax_events.objects.credentials import build_worker_store_environment
 from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.hosting import SEPARATOR
+from relax_events.session.principals import build_worker_credentials
 
 log = structlog.get_logger()
 RELAX = "relax_events.cli"

@@ -13,9 +13,9 @@ from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.offset_admin import ConsumerGroupState
 from relax_events.ops.dependent_runs import find_dependent_runs
 from relax_events.topics import TopicPlan, compute_slot
+from relax_events.topics.names import CONSUMER_GROUP_ROLES
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import CONSUMER_GROUP_ROLES
-from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
+from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
 NO_MEMBER = "-"
 

@@ -17,7 +17,7 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import DEAD_LETTERS, QUEUE_TOPICS, SAMPLE_TOPICS
+from relax_events.topics.names import DEAD_LETTERS, QUEUE_TOPICS, SAMPLE_TOPICS
 
 ORIGIN_HEADERS = ("origin-topic", "origin-partition", "origin-offset")
 OUR_HEADERS = frozenset({*ORIGIN_HEADERS, "error-class", "error-text", "worker-id"})

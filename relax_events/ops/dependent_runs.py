@@ -17,8 +17,8 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.session.broker_address import open_admin
 from relax_events.topics import TopicPlan, compute_slot
+from relax_events.topics.names import DEPENDENT_RUN, NO_RECORDS_NEEDED, TRAINING_SAMPLES
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import DEPENDENT_RUN, NO_RECORDS_NEEDED, SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,11 @@ class DependentRun:
         oldest_in_slot: dict[int, int] = {}
         for event in sorted(published, key=lambda event: event.policy_version):
             slot = compute_slot(event.policy_version, num_slots=plan.num_slots)
-            starts = [at for at in event.start_offsets if plan.parse_entity(at.topic) == SAMPLES]
+            starts = [
+                at for at in event.start_offsets if plan.parse_entity(at.topic) == TRAINING_SAMPLES
+            ]
             if slot not in oldest_in_slot or all(
-                self.offsets.get((plan.topic(SAMPLES), at.partition), 0) >= at.offset
+                self.offsets.get((plan.topic(TRAINING_SAMPLES), at.partition), 0) >= at.offset
                 for at in starts
             ):
                 oldest_in_slot[slot] = event.policy_version
@@ -52,7 +54,7 @@ def find_dependent_runs(plan: TopicPlan, admin: Admin, inventory: Inventory) -> 
     reached their goal need none.
     """
     topic_partitions = [
-        (plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)
+        (plan.topic(TRAINING_SAMPLES), partition) for partition in range(plan.num_sample_partitions)
     ]
     found = []
     for group in inventory.groups("relax."):

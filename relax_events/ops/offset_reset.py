@@ -15,7 +15,7 @@ from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
+from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
 OFFSET_PATTERN = re.compile(r"(?P<topic>[a-z0-9.-]+)\[(?P<partition>[0-9]+)\]@(?P<offset>[0-9]+)")
 DANGERS = {

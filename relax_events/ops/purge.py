@@ -27,9 +27,9 @@ from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued,
 from relax_events.kafka.admin import Admin
 from relax_events.staleness import BatchSlot as BatchSlot
 from relax_events.topics import TopicPlan, compute_slot
+from relax_events.topics.names import TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES
-from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
+from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
 QUEUE = "prompt.groups"
 

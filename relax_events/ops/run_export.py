@@ -29,9 +29,9 @@ from relax_events.ops.export_manifest import (
     file_sha256,
     partition_file,
 )
+from relax_events.topics.names import SAMPLE_TOPICS
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import SAMPLE_TOPICS
-from relax_events.topics.role_inputs import list_input_partitions, list_role_inputs
+from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
 NO_VERSION = 2**31
 """Above all policy versions."""

@@ -48,8 +48,8 @@ from relax_events.projections.base import apply_events
 from relax_events.projections.training_history import advance_positions
 from relax_events.staleness import BatchSlot as BatchSlot
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import TRAINING_SAMPLES
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import TRAINING_SAMPLES
 from relax_events.training.checkpoint.critic_checkpoints import list_critic_checkpoints
 
 log = structlog.get_logger()

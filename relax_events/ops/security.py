@@ -14,7 +14,6 @@ import orjson
 from relax_events.config import BrokerConfig, RunConfig, RunSection
 from relax_events.errors import ConfigError
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import build_principal_environment
 from relax_events.kafka.security.acls import (
     PRINCIPALS,
     Acl,
@@ -26,6 +25,7 @@ from relax_events.kafka.security.folder import ADMIN, EMBEDDED_HOST, SecurityFol
 from relax_events.kafka.security.principals import PrincipalAdmin, SecurityChanges
 from relax_events.kafka.security.settings import build_broker_settings, read_admin_settings
 from relax_events.secret_handling import read_secret, write_private
+from relax_events.session.principals import build_principal_environment
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost")
 CA_LIFETIME = timedelta(days=3650)

@@ -11,7 +11,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.kafka.admin import Admin, TopicState
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.plan import CONSUMER_GROUP_ROLES
+from relax_events.topics.names import CONSUMER_GROUP_ROLES
 
 FOREVER = -1
 HEARTBEAT_MS, HEARTBEAT_MS_PER_MEMBER, MAX_HEARTBEAT_MS = 500, 10, 5000

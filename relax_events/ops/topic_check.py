@@ -17,7 +17,7 @@ from relax_events.ops.topic_apply import Change, plan_changes
 from relax_events.projections.base import apply_events
 from relax_events.projections.run_state import RunState
 from relax_events.topics import TopicPlan
-from relax_events.topics.role_inputs import list_role_inputs
+from relax_events.topics.plan import list_role_inputs
 
 
 @dataclass(frozen=True, slots=True)

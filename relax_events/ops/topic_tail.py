@@ -17,8 +17,8 @@ from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.records import Record
 from relax_events.ops.offset_reset import find_version_offsets, parse_time_ms
+from relax_events.topics.names import SAMPLE_TOPICS
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import SAMPLE_TOPICS
 
 FORMS = "beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z"
 MAX_LISTED = 16

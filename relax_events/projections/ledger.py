@@ -40,8 +40,9 @@ from relax_events.projections.ledger_step_check import SequenceCheck, StepCheck
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.topics.partitions import count_slots
-from relax_events.topics.plan import TRAINER_INPUTS, TRAINING_SAMPLES, allowed_outcomes, belongs_on
+from relax_events.topics.plan import allowed_outcomes, belongs_on
 
 UNPARSEABLE, EXTERNAL = -1, -2
 """Stand for the train step of a malformed prompt group id, and of external prompt groups."""

@@ -17,7 +17,7 @@ from relax_events.events.types import (
 )
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup
-from relax_events.topics.plan import TRAINING_SAMPLES
+from relax_events.topics.names import TRAINING_SAMPLES
 
 ReadyPosition = tuple[int, int, str]
 """Partition and offset of a record of advantage.samples, and the id of one of its samples."""

@@ -14,7 +14,7 @@ from relax_events.events.types import PromptGroupEnded
 from relax_events.projections.ledger_facts import Evidence, GroupFacts
 from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
 from relax_events.staleness import is_external
-from relax_events.topics.plan import TRAINING_SAMPLES
+from relax_events.topics.names import TRAINING_SAMPLES
 
 
 @dataclass(slots=True)

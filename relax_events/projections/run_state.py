@@ -24,7 +24,7 @@ from relax_events.events.types import (
     WorkerHeartbeat,
 )
 from relax_events.staleness import is_external
-from relax_events.topics.plan import HEARTBEATS, METRICS
+from relax_events.topics.names import HEARTBEATS, METRICS
 
 EMPTY = np.zeros(0, np.int32)
 MAX_KEPT = 128

@@ -18,7 +18,7 @@ from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import write_report
 from relax_events.session.records import SESSIONS_FILE, parse_sessions, session_seconds
-from relax_events.topics.plan import METRICS
+from relax_events.topics.names import METRICS
 
 REPORTED_ENTITIES = (
     "control.policy-versions",

@@ -29,7 +29,8 @@ from relax_events.events.types import WorkerHeartbeat
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.worker import Worker
-from relax_events.topics.plan import HEARTBEATS, belongs_on
+from relax_events.topics.names import HEARTBEATS
+from relax_events.topics.plan import belongs_on
 
 log = structlog.get_logger()
 SILENT_HEARTBEATS = 10

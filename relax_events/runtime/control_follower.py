@@ -38,8 +38,9 @@ from relax_events.runtime.publications import (
     read_newest_publications,
 )
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import BROADCAST, METRICS_TOPICS
 from relax_events.topics.partitions import TopicPartition
-from relax_events.topics.plan import BROADCAST, METRICS_TOPICS, belongs_on
+from relax_events.topics.plan import belongs_on
 
 log = structlog.get_logger()
 RECENT_VERSIONS = 48

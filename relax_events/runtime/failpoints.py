@@ -25,7 +25,7 @@ from pathlib import Path
 import structlog
 
 from relax_events.errors import ConfigError
-from relax_events.topics.plan import PER_SAMPLE_ROLES
+from relax_events.topics.names import PER_SAMPLE_ROLES
 
 log = structlog.get_logger()
 VARIABLE = "RELAX_FAILPOINTS"

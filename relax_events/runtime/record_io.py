@@ -31,7 +31,7 @@ from relax_events.staleness import build_group_end
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import NO_HEADERS, Traces
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import DEAD_LETTERS
+from relax_events.topics.names import DEAD_LETTERS
 
 log = structlog.get_logger()
 EventT = TypeVar("EventT", bound=Event)

@@ -39,7 +39,7 @@ from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import open_traces
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import BROADCAST_ROLES, HEARTBEATS, METRICS
+from relax_events.topics.names import BROADCAST_ROLES, HEARTBEATS, METRICS
 
 log = structlog.get_logger()
 FOLLOW_WAIT_MS_PER_WORKER, MAX_FOLLOW_WAIT_MS = 10, 5000

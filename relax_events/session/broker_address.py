@@ -12,8 +12,8 @@ from relax_events.config.broker_addresses import EMBEDDED
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.session.principals import apply_principal
 from relax_events.topics import TopicPlan
 
 OPERATOR = "operator"

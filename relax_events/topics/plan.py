@@ -33,95 +33,37 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerHeartbeat,
 )
+from relax_events.topics.names import (
+    ADVANTAGE_ROLE,
+    BROADCAST,
+    COMPACTED_TOPICS,
+    CONTROL_TOPICS,
+    DEAD_LETTER_ROLES,
+    DEAD_LETTERS,
+    END_REQUESTS,
+    HEARTBEATS,
+    LOGPROB_TOPICS,
+    METRICS,
+    METRICS_TOPICS,
+    PER_ROLE_TOPICS,
+    QUEUE_TOPICS,
+    ROLES,
+    SAMPLE_TOPICS,
+    SUMMARY_TOPICS,
+    TRAINER_INPUTS,
+    TRAINING_SAMPLES,
+)
 from relax_events.topics.partitions import (
+    TopicPartition,
     compute_partition,
     compute_slot,
     count_slots,
     list_slot_partitions,
 )
 
-QUEUE_TOPICS = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
-LOGPROB_TOPICS = {
-    "reference": "reference.logprobs",
-    "actor": "actor.logprobs",
-    "critic": "critic.values",
-    "teacher": "teacher.logprobs",
+TOPIC_BY_ROLE = {
+    "actor-forward" if name == "actor" else name: topic for name, topic in LOGPROB_TOPICS.items()
 }
-"""The topic of SampleEvaluated, by the event's `evaluator`."""
-SAMPLE_TOPICS = {
-    "rollout.samples": "SamplesRolledOut: generated samples",
-    "reward.scores": "SamplesScored: rewards of samples",
-    "reference.logprobs": "SamplesEvaluated, by the reference model",
-    "actor.logprobs": "SamplesEvaluated, by the actor-forward role",
-    "critic.values": "SamplesEvaluated, by the critic",
-    "teacher.logprobs": "SamplesEvaluated, by the teacher",
-    "advantage.samples": (
-        "SamplesReady for the trainer, and PromptGroupEnded where the "
-        "advantage role ends a prompt group; it alone writes here"
-    ),
-    "prompt.end-requests": (
-        "PromptGroupEnded: other roles ask the trainer to end a prompt group that failed or expired"
-    ),
-}
-TRAINING_SAMPLES = "advantage.samples"
-END_REQUESTS = "prompt.end-requests"
-TRAINER_INPUTS = (TRAINING_SAMPLES, END_REQUESTS)
-"""The trainer's inputs, whose offsets it commits with its steps."""
-ADVANTAGE_ROLE = "advantage"
-"""The role that writes training samples. Other roles' end requests have a separate topic, so that
-those roles cannot write samples."""
-CONTROL_TOPICS = {
-    "control.policy-versions": (
-        "PolicyVersionPublished: which weights may be used, where their records begin, and what "
-        "the log holds before them"
-    ),
-    "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
-    "control.prompt-group-outcomes": (
-        "PromptGroupEnded: how each prompt group ended, decided by the trainer"
-    ),
-    "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
-    "control.audit": "ChangeRequested: who asked for a change of the run, and the outcome",
-    "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
-    "control.schemas": (
-        "writer schemas as JSON, by fingerprint; never compacted, so that no writer can take "
-        "another one's away"
-    ),
-}
-ROLES = (
-    "prompter",
-    "rollout",
-    "reward",
-    "judge",
-    "reference",
-    "actor-forward",
-    "critic",
-    "teacher",
-    "advantage",
-    "trainer",
-    "evaluator",
-    "controller",
-    "metrics",
-)
-HEARTBEATS = {role: f"control.heartbeats.{role}" for role in ROLES}
-METRICS = {role: f"control.metrics.{role}" for role in ROLES}
-"""A topic for each role, which only that role may write: no role can impersonate another role's
-workers."""
-PER_ROLE_TOPICS = frozenset({*HEARTBEATS.values(), *METRICS.values()})
-METRICS_TOPICS = {
-    entity: f"MetricsReported: metrics of the workers of {role}, kept for a while"
-    for role, entity in METRICS.items()
-}
-BROADCAST = "control.broadcast-membership"
-COMPACTED_TOPICS = {
-    **{
-        entity: f"WorkerHeartbeat, newest by worker of {role}"
-        for role, entity in HEARTBEATS.items()
-    },
-    BROADCAST: (
-        "BroadcastMembership: the newest list of engines that the trainer sends new weights to"
-    ),
-}
-SUMMARY_TOPICS = {"control.prompter-state": "PrompterStateSaved: the prompter's state, the newest"}
 SEGMENT_SECONDS = 300.0
 """Age at which the broker closes a log segment, where `run.retain_versions` purges: it deletes only
 closed segments from disk."""
@@ -142,16 +84,6 @@ COMPACTION = {
 }
 """Only closed segments are compacted. Heartbeats arrive every second for weeks, and with the
 default segment of 1 GiB every starting worker would read all of them."""
-PER_SAMPLE_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
-"""Roles that process each sample separately and write one event for it."""
-BROADCAST_ROLES = ("rollout", "actor-forward", "trainer")
-"""Roles that send or receive weights directly: they alone may read the token with which an engine
-joins."""
-CONSUMER_GROUP_ROLES = (*PER_SAMPLE_ROLES, "advantage")
-"""Roles whose workers divide their topics' partitions as a consumer group."""
-DEAD_LETTER_ROLES = ("rollout", *CONSUMER_GROUP_ROLES, "trainer")
-DEAD_LETTERS = ".dead-letters"
-"""Ends the name of a role's topic of dead letters."""
 SCORES_PATTERN = re.compile("[a-z0-9][a-z0-9_-]{0,47}")
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 """A ready prompt group of 16 samples with 20,000 tokens each has 9 MiB: tokens, mask and six arrays
@@ -350,12 +282,6 @@ class TopicPlan:
         ]
 
 
-DEPENDENT_RUN = "follower"
-SAMPLES = "advantage.samples"
-NO_RECORDS_NEEDED = 2**62
-"""The committed offset of a dependent run that has reached its goal: no record has a higher one."""
-
-
 EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
     "prompt.groups": (PromptGroupIssued,),
     "rollout.samples": (SampleRolledOut,),
@@ -401,3 +327,40 @@ def belongs_on(entity: str, event: Event) -> bool:
     if entity.startswith("reward.scores."):  # the scores of another reward function for old samples
         entity = "reward.scores"
     return isinstance(event, EVENTS_ON.get(entity, ()))
+
+
+def list_role_inputs(config: RunConfig) -> dict[str, list[str]]:
+    """Return the topics that each role of this run reads by committed offsets, without the run's
+    prefix.
+
+    Rollout workers appear only when they divide the queue by a consumer group; a share group keeps
+    its state on the broker. A replay has no such role: its trainer reads the records that its
+    parent's steps name.
+    """
+    if config.is_replay:
+        return {}
+    roles = config.roles()
+    samples = {
+        role: ["rollout.samples"] for role in ("reward", "judge", *TOPIC_BY_ROLE) if role in roles
+    }
+    evaluated = [entity for role, entity in TOPIC_BY_ROLE.items() if role in roles]
+    scores = ["reward.scores"] if config.algorithm.has_rewards else []
+    inputs = samples | {
+        "advantage": ["rollout.samples", *scores, *evaluated],
+        "trainer": [*TRAINER_INPUTS],
+    }
+    if config.broker.prompt_queue == "consumer_group":
+        inputs["rollout"] = ["prompt.groups"]
+    return {role: entities for role, entities in inputs.items() if role in roles}
+
+
+def list_input_partitions(config: RunConfig, role: str) -> list[TopicPartition]:
+    """Return every partition that a role reads by committed offsets."""
+    plan = TopicPlan.from_config(config)
+    return [
+        (plan.topic(entity), partition)
+        for entity in list_role_inputs(config)[role]
+        for partition in range(
+            plan.queue_partitions if entity == "prompt.groups" else plan.num_sample_partitions
+        )
+    ]

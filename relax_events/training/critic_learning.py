@@ -39,7 +39,7 @@ from relax_events.runtime.publications import find_start_offsets, read_newest_pu
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import METRICS, TRAINING_SAMPLES
+from relax_events.topics.names import METRICS, TRAINING_SAMPLES
 from relax_events.training.backend.protocol import Critic, ValueMetrics
 from relax_events.training.batch.packing import micro_batch_slices
 from relax_events.training.batch.row_layout import read_array

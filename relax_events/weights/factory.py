@@ -8,7 +8,7 @@ from relax_events.events.types import BroadcastMembership
 from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.runtime.worker import Worker
-from relax_events.topics.plan import BROADCAST
+from relax_events.topics.names import BROADCAST
 from relax_events.weights.transport import (
     NullWeightsReader,
     StorePublisher,

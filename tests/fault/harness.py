@@ -38,7 +38,7 @@ from relax_events.projections.run_state import RunState
 from relax_events.runtime.failpoints import VARIABLE, marks_folder, parse_failpoints
 from relax_events.session.broker_address import with_address
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import HEARTBEATS
+from relax_events.topics.names import HEARTBEATS
 
 WATCHED = (
     "control.policy-versions",

@@ -39,7 +39,6 @@ from relax_events.events.types import Event, MetricsReported, RunCommanded, Work
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
-from relax_events.kafka.credentials import apply_principal
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.log_reader import LogReader
@@ -63,6 +62,7 @@ from relax_events.ops.security import (
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
+from relax_events.session.principals import apply_principal
 from relax_events.topics import TopicPlan
 
 YEAR = timedelta(days=365)

@@ -39,7 +39,7 @@ from relax_events.ops.topic_apply import apply_topics, plan_changes
 from relax_events.ops.topic_check import check_topics
 from relax_events.ops.topic_tail import find_partitions, find_start_offsets, tail
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.role_inputs import list_input_partitions
+from relax_events.topics.plan import list_input_partitions
 
 STEPS = 5
 QUIET = ("reward", "advantage", "trainer")

@@ -44,7 +44,7 @@ from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.sample_input import next_offsets
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import END_REQUESTS, TRAINER_INPUTS, TRAINING_SAMPLES
+from relax_events.topics.names import END_REQUESTS, TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.batch import assembly
 from relax_events.training.batch.assembly import BatchAssembler, DedupWindow
 from relax_events.training.commit import StepCommitter

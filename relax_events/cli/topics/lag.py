@@ -55,7 +55,7 @@ def lag(
 def _look(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
     from relax_events.ops.consumer_lag import read_partition_lag, sum_by_member, sum_by_slot
     from relax_events.topics import TopicPlan
-    from relax_events.topics.role_inputs import list_role_inputs
+    from relax_events.topics.plan import list_role_inputs
 
     rows, now_ms = read_partition_lag(settings, admin), int(time.time() * 1000)
     if by == "slot":

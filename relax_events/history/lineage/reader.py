@@ -27,7 +27,7 @@ from relax_events.history.samples.detail import read_generations
 from relax_events.history.samples.reader import read_sample_events
 from relax_events.history.samples.view import SampleView
 from relax_events.topics import compute_shard
-from relax_events.topics.plan import LOGPROB_TOPICS
+from relax_events.topics.names import LOGPROB_TOPICS
 
 
 @dataclass(frozen=True, slots=True)

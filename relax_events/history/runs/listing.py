@@ -31,7 +31,8 @@ from relax_events.projections.run_status import (
 )
 from relax_events.runtime.run_description import read_described_config
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import HEARTBEATS, belongs_on
+from relax_events.topics.names import HEARTBEATS
+from relax_events.topics.plan import belongs_on
 
 log = structlog.get_logger()
 PREFIX = "relax."

@@ -20,7 +20,7 @@ from relax_events.events.types import (
 )
 from relax_events.history.run_log import RunLog
 from relax_events.projections.step_rates import compute_rates
-from relax_events.topics.plan import METRICS
+from relax_events.topics.names import METRICS
 
 MICROS = 1e6
 TRACKS = {"train steps": 1, "policy versions": 2, "evaluations": 3, "commands": 4, "workers": 5}

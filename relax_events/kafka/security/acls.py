@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from relax_events.topics.plan import (
+from relax_events.topics.names import (
     BROADCAST,
     BROADCAST_ROLES,
     DEAD_LETTER_ROLES,

@@ -4,15 +4,20 @@ brokers, deny by default.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from relax_events.config.broker import BrokerConfig
+from relax_events.errors import ConfigError
 from relax_events.kafka.security.folder import ADMIN, SecurityFolder
-from relax_events.secret_handling import read_secret
+from relax_events.secret_handling import hide, read_configured_file, read_secret
 
 MECHANISM = "SCRAM-SHA-512"
 EMBEDDED_PROTOCOL, EMBEDDED_USER = "SASL_PLAINTEXT", "relax"
 """Protocol and user of the embedded broker, which listens on the loopback interface."""
 EMBEDDED_LOGIN_KEY = "broker.embedded_password_file"
+PASSWORD_VARIABLE = "BROKER_PASSWORD"  # noqa: S105 the name of the variable
+PEM_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
 CLIENTS, INTERNAL, CONTROLLER = "SASL_SSL", "INTERNAL", "CONTROLLER"
 """Listener names; clients connect to the first."""
 
@@ -84,3 +89,49 @@ def read_admin_settings(folder: SecurityFolder) -> dict[str, str]:
     return build_client_settings(
         ADMIN, read_secret(folder.password_file(ADMIN), key="broker.credentials"), folder.ca_file
     )
+
+
+def read_client_settings(config: BrokerConfig) -> dict[str, str]:
+    """Read librdkafka's security settings of this process. They contain secrets: pass them to
+    clients only.
+
+    Raises:
+        ConfigError: A secret's file is missing or empty, a user has no password, or the CA file
+            holds no certificate.
+    """
+    settings = {} if config.ca_file is None else {"ssl.ca.location": _check_ca_file(config.ca_file)}
+    if config.username:
+        settings |= build_client_settings(config.username, _read_password(config), config.ca_file)
+    elif config.embedded_password_file is not None:
+        settings |= read_embedded_client_settings(config.embedded_password_file)
+        hide(settings["sasl.password"])
+    for key, file in config.secret_files.items():
+        settings[key] = read_secret(file, key=f"broker.secret_files {key}")
+        hide(settings[key])
+    return settings
+
+
+def _check_ca_file(file: Path) -> str:
+    """Return the path of a CA file after checking that it holds a certificate; librdkafka's own
+    error is unclear.
+    """
+    if PEM_CERTIFICATE not in read_configured_file(file, key="broker.ca_file"):
+        raise ConfigError(
+            f"broker.ca_file: {file} holds no certificate; give the PEM file of the "
+            "authority that signed the brokers' certificates"
+        )
+    return str(file)
+
+
+def _read_password(config: BrokerConfig) -> str:
+    if config.password_file is not None:
+        password = read_secret(config.password_file, key="broker.password_file")
+    else:
+        password = os.environ.get(PASSWORD_VARIABLE, "")
+    if not password:
+        remedy = (
+            f"name its file in broker.password_file, or set {PASSWORD_VARIABLE} in the environment"
+        )
+        raise ConfigError(f"broker.username = {config.username!r} has no password; {remedy}")
+    hide(password)
+    return password

@@ -14,7 +14,7 @@ from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import ReadyGroup, select_groups
 from relax_events.telemetry.traces import TracedWork
-from relax_events.topics.plan import TRAINER_INPUTS
+from relax_events.topics.names import TRAINER_INPUTS
 from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.sample_intake import SampleIntake

@@ -19,7 +19,7 @@ from relax_events.events.types import TrainStepCommitted
 from relax_events.kafka.admin import Admin
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import DEPENDENT_RUN, NO_RECORDS_NEEDED, SAMPLES
+from relax_events.topics.names import DEPENDENT_RUN, NO_RECORDS_NEEDED, TRAINING_SAMPLES
 
 log = structlog.get_logger()
 
@@ -31,7 +31,8 @@ class FollowerPosition:
         plan = worker.plan
         self._admin, self._group = Admin(worker.connection), plan.consumer_group(DEPENDENT_RUN)
         self._topic_partitions = [
-            (plan.topic(SAMPLES), partition) for partition in range(plan.num_sample_partitions)
+            (plan.topic(TRAINING_SAMPLES), partition)
+            for partition in range(plan.num_sample_partitions)
         ]
         self._consumed: dict[int, int] = {}
         self._offsets_by_version: dict[int, dict[int, int]] = {}
@@ -54,7 +55,9 @@ class FollowerPosition:
         """Add a trained step of the parent; `checkpoint` is the newest one that the replay's step
         names.
         """
-        for at in (at for at in step.consumed if TopicPlan.parse_entity(at.topic) == SAMPLES):
+        for at in (
+            at for at in step.consumed if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES
+        ):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
         self._offsets_by_version[step.train_step + 1] = dict(self._consumed)
         self._newest_checkpoint = checkpoint

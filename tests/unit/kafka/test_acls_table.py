@@ -7,7 +7,7 @@ from __future__ import annotations
 from acls_table import writes_by_page
 
 from relax_events.kafka.security.acls import build_acls, list_writable_topics
-from relax_events.topics.plan import DEAD_LETTER_ROLES, ROLES
+from relax_events.topics.names import DEAD_LETTER_ROLES, ROLES
 
 
 def test_docs_page_lists_the_writable_topics_of_each_role() -> None:

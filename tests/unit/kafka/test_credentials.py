@@ -14,15 +14,15 @@ import pytest
 from relax_events.config import BrokerConfig, RunConfig, load_run_config
 from relax_events.errors import ConfigError
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.credentials import (
-    apply_principal,
-    build_worker_credentials,
-    read_client_settings,
-    remove_credentials,
-)
+from relax_events.kafka.security.settings import read_client_settings
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.ops.security import create_folder
 from relax_events.secret_handling import redact
+from relax_events.session.principals import (
+    apply_principal,
+    build_worker_credentials,
+    remove_credentials,
+)
 
 SECRET = "correct horse battery staple"
 

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 
 from relax_events.config import BrokerConfig
 from relax_events.errors import ConfigError
-from relax_events.kafka.credentials import read_client_settings
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.directory import BrokerState, write_state
 from relax_events.kafka.embedded.security import NodeLogin
 from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.kafka.embedded.tool_login import build_client_properties
+from relax_events.kafka.security.settings import read_client_settings
 
 
 def test_password_is_random_readable_by_owner_only_and_persistent(tmp_path: Path) -> None:

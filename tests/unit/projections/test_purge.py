@@ -28,7 +28,7 @@ from relax_events.projections.ledger import Ledger
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import BatchSlot
 from relax_events.topics import TopicPlan
-from relax_events.topics.plan import END_REQUESTS
+from relax_events.topics.names import END_REQUESTS
 
 PLAN = TopicPlan(
     run_id="r",

@@ -25,7 +25,7 @@ from relax_events.rewards.run_judge import load_judge_rewards
 from relax_events.roles.judging import open_judge
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
-from relax_events.topics.role_inputs import list_role_inputs
+from relax_events.topics.plan import list_role_inputs
 from tests.unit.trainer_samples import tiny_model
 from workers.judge import JudgeScorer
 from workers.reward import RewardScorer

@@ -16,7 +16,8 @@ from relax_events.errors import PoisonSample
 from relax_events.events.parts import MediaRef, Outcome, VersionSegment
 from relax_events.events.types import Event, SampleReady, SampleRolledOut
 from relax_events.runtime.validation import check_ended, check_ready, check_samples
-from relax_events.topics.plan import END_REQUESTS, TRAINING_SAMPLES, allowed_outcomes
+from relax_events.topics.names import END_REQUESTS, TRAINING_SAMPLES
+from relax_events.topics.plan import allowed_outcomes
 
 MEDIA = MediaRef("file:///a.png", bytes(32), "image/png", 3)
 

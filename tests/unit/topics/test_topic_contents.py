@@ -15,10 +15,9 @@ from valid_run import ValidRun
 from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import Event, MetricsReported, SampleColumns, WorkerHeartbeat
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
-from relax_events.topics.plan import (
+from relax_events.topics.names import (
     COMPACTED_TOPICS,
     CONTROL_TOPICS,
-    EVENTS_ON,
     HEARTBEATS,
     METRICS,
     METRICS_TOPICS,
@@ -26,8 +25,8 @@ from relax_events.topics.plan import (
     ROLES,
     SAMPLE_TOPICS,
     SUMMARY_TOPICS,
-    belongs_on,
 )
+from relax_events.topics.plan import EVENTS_ON, belongs_on
 
 
 def test_every_event_topic_declares_its_events_and_every_event_has_a_topic() -> None:

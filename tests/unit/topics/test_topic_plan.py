@@ -11,7 +11,7 @@ from relax_events.errors import BrokerRefused
 from relax_events.kafka.admin import TopicState
 from relax_events.ops.topic_apply import find_danger, plan_changes, require_allowed
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.plan import QUEUE_TOPICS, SAMPLE_TOPICS
+from relax_events.topics.names import QUEUE_TOPICS, SAMPLE_TOPICS
 
 
 def test_plan_gives_all_sample_topics_the_same_partitions(
