@@ -23,7 +23,7 @@ class RewardRoutes:
     rewards: Mapping[str | None, LoadedReward]
     key: str
     sources: frozenset[str]
-    """All sources with a function of their own, those of other children too."""
+    """All sources with a function of their own, in this child or another."""
 
     @property
     def takes_prompt_group(self) -> bool:

@@ -1,8 +1,8 @@
 """Run reward functions in a child process of `RewardPool`.
 
 The setup names the functions; the first message has their versions and call signature, or why
-they can't be loaded. The process of a built-in verifier that raised is replaced: what it read may
-have changed it.
+they can't be loaded. The process of a built-in verifier that raised is replaced: the text that it
+read may have changed it.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ class Caller:
         explain = read_info(getattr(loaded, "func", loaded)).explain
         if explain is None:
             return None
-        said = explain(
+        explanation = explain(
             request["completions"][0],
             answer=request["answer"],
             metadata=metadata,
             prompt=request["prompt"],
             **options,
         )
-        return [said.answer, said.location, said.why]
+        return [explanation.answer, explanation.location, explanation.why]
 
     def _failure(self, error: BaseException, started: float) -> dict[str, Any]:
         answer = {"error": describe_failure(error), "seconds": time.perf_counter() - started}
@@ -173,9 +173,9 @@ class Caller:
             name: request[name] if takes_all else request[name][0]
             for name in reward.optional_arguments
         }
-        given = {"answer": request["answer"], "metadata": metadata, "prompt": request["prompt"]}
+        values = {"answer": request["answer"], "metadata": metadata, "prompt": request["prompt"]}
         return reward.function(
-            first, **{name: given[name] for name in reward.named_arguments}, **more
+            first, **{name: values[name] for name in reward.named_arguments}, **more
         )
 
     def _success(self, value: Any, request: dict[str, Any], started: float) -> dict[str, Any]:
@@ -183,14 +183,14 @@ class Caller:
         num_samples = len(request["completions"])
         values = value if self._routes.takes_prompt_group else [value]
         if not isinstance(values, list | tuple) or len(values) != num_samples:
-            found = (
+            description = (
                 f"{len(values)} elements"
                 if isinstance(values, list | tuple)
                 else type(values).__name__
             )
             return {
                 "error": (
-                    f"returned {found}; for a prompt group of {num_samples} samples it must "
+                    f"returned {description}; for a prompt group of {num_samples} samples it must "
                     f"return a list of {num_samples}"
                 ),
                 "seconds": seconds,
@@ -208,7 +208,7 @@ def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
         return {"error": str(error)}
     parts = {BY_TURN: score.turn_rewards, BY_TOKEN: score.token_rewards}
     return {"reward": score.reward, "components": score.components} | {
-        name: given for name, given in parts.items() if given is not None
+        name: rewards for name, rewards in parts.items() if rewards is not None
     }
 
 

@@ -43,18 +43,20 @@ def reward_digest(
 
 
 def source_files(module: ModuleType) -> dict[str, Path]:
-    """Return the module's file and those it uses in the same folder or below, by relative path."""
+    """Return the module's file and the files that it uses in the same folder or below, by relative
+    path.
+    """
     folder = Path(str(module.__file__)).resolve().parent
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     unread = [module]
     while unread:
         path = Path(str(unread[-1].__file__)).resolve()
         name = path.relative_to(folder).as_posix()
         used = unread.pop()
-        if name not in found:
-            found[name] = path
+        if name not in files:
+            files[name] = path
             unread += [other for other in _used_by(used) if _lies_in(folder, other)]
-    return found
+    return files
 
 
 def file_stamps(files: Iterable[Path | str]) -> dict[str, list[int]]:
@@ -64,8 +66,8 @@ def file_stamps(files: Iterable[Path | str]) -> dict[str, list[int]]:
     stamps = {}
     for file in files:
         with suppress(FileNotFoundError):
-            found = Path(file).stat()
-            stamps[str(file)] = [found.st_mtime_ns, found.st_size, found.st_ino]
+            stat = Path(file).stat()
+            stamps[str(file)] = [stat.st_mtime_ns, stat.st_size, stat.st_ino]
     return stamps
 
 

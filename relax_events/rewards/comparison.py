@@ -56,9 +56,9 @@ class Comparison:
 
     With a threshold two rewards differ when they are on different sides of it, else when they are
     not equal. `num_compared` of the `num_samples` have both rewards; agreements, means, difference
-    and correlations are of those. A failure of both counts for each. A prompt group counts when all
-    its samples have both rewards; it is informative when they are not all equal: only then it has a
-    training signal.
+    and correlations are of these samples. A failure of both counts for each. A prompt group counts
+    when all its samples have both rewards; it is informative when they are not all equal: only then
+    it has a training signal.
     """
 
     first: str
@@ -102,8 +102,9 @@ def compare_scores(
         second: The other.
         threshold: Rewards at or above it count as good, and only good and bad differ; None compares
             the rewards themselves.
-        num_examples: Maximum number of examples: those that differ most first, equal ones chosen
-            evenly, and last those that only one scorer could score.
+        num_examples: Maximum number of examples: the samples that differ most come first, equal
+            differences are chosen evenly, and the samples that only one scorer could score come
+            last.
         report: Called with the counts after each batch.
     """
     comparison = ScoreComparison(

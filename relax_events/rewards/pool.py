@@ -45,8 +45,8 @@ class RewardItem:
     adjacent and share its id.
 
     `turns` are role and text of each message from the first completion on; empty for a single
-    completion. `token_ids` are the ids of the sampled tokens. `environment_rewards` are what a
-    stateful environment gave to each turn.
+    completion. `token_ids` are the ids of the sampled tokens. `environment_rewards` are the rewards
+    that a stateful environment gave to each turn.
     """
 
     sample_id: str
@@ -73,7 +73,7 @@ class RewardPool:
 
     A call that exceeds `reward.timeout_seconds` is killed with its child; a new child replaces it,
     and the calls behind it are repeated. If several calls were in flight in the child, each is
-    repeated alone, and only the one that fails again counts as failed. Functions of different
+    repeated alone, and only a call that fails again counts as failed. Functions of different
     confinement profiles run in different children. Use it as a context manager, from one thread.
     """
 
@@ -107,7 +107,7 @@ class RewardPool:
             on_failure.pop_all()
 
     def _load(self, begin: Callable[[ChildPool], list[dict[str, Any]]]) -> None:
-        """Start all children, and combine what they say of their functions."""
+        """Start all children, and combine their functions' facts."""
         try:
             facts = [begin(pool)[0] for pool in self._pools.values()]
         except ChildLost as lost:
@@ -195,10 +195,10 @@ class RewardPool:
             raise RewardError(f"the explanation of {self.name} {text}") from None
         if "error" in reply.head:
             raise RewardError(f"the explanation of {self.name} {reply.head['error']}")
-        said = reply.head["explanation"]
-        if said is None:
+        explanation = reply.head["explanation"]
+        if explanation is None:
             return None
-        answer, location, why = said
+        answer, location, why = explanation
         return Explanation(answer=answer, location=location, why=why)
 
     def close(self) -> None:
@@ -252,21 +252,21 @@ class RewardPool:
         else:
             answer = result.head
         seconds = answer["seconds"] / len(call.indices)
-        given = answer.get("results") or [answer] * len(call.indices)
-        for index, one in zip(call.indices, given, strict=True):
-            yield index, self._read_score(one, seconds, items[index])
+        sample_results = answer.get("results") or [answer] * len(call.indices)
+        for index, sample_result in zip(call.indices, sample_results, strict=True):
+            yield index, self._read_score(sample_result, seconds, items[index])
 
     def _read_score(
-        self, given: dict[str, Any], seconds: float, item: RewardItem
+        self, result: dict[str, Any], seconds: float, item: RewardItem
     ) -> Score | RewardError:
-        if "error" in given:
+        if "error" in result:
             return RewardError(
-                f"reward function {self.name} {given['error']} on sample {item.sample_id}"
+                f"reward function {self.name} {result['error']} on sample {item.sample_id}"
             )
         by_turn, by_token = (
-            tuple(given[name]) if name in given else None for name in (BY_TURN, BY_TOKEN)
+            tuple(result[name]) if name in result else None for name in (BY_TURN, BY_TOKEN)
         )
-        return Score(given["reward"], given["components"], seconds, by_turn, by_token)
+        return Score(result["reward"], result["components"], seconds, by_turn, by_token)
 
     def _load_error(self, lost: ChildLost) -> ConfigError:
         if lost.kind == "changed":
@@ -324,7 +324,7 @@ def _put(done: SimpleQueue[tuple[Call, Result]], call: Call, result: Result) -> 
 
 
 def _take_all(done: SimpleQueue[tuple[Call, Result]]) -> list[tuple[Call, Result]]:
-    """Wait for a result, and return it with those that are there already."""
+    """Wait for a result, and return it with the other results that have arrived."""
     taken = [done.get()]
     with contextlib.suppress(Empty):
         while True:

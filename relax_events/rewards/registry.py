@@ -77,8 +77,8 @@ def reward(
 
 def read_info(function: Callable[..., Any]) -> RewardInfo:
     """Return a function's information, or the defaults."""
-    found = getattr(function, INFO_ATTRIBUTE, None)
-    return found if isinstance(found, RewardInfo) else RewardInfo()
+    info = getattr(function, INFO_ATTRIBUTE, None)
+    return info if isinstance(info, RewardInfo) else RewardInfo()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def describe_reward(name: str) -> RewardDescription:
         text=text,
         failures=[line.partition(": ")[2] for line in raised.splitlines()],
         metadata=dict(facts.metadata),
-        options=options_of(function),
+        options=list_options(function),
         source=facts.source,
         packages=facts.packages,
     )
@@ -131,13 +131,14 @@ OPTIONAL_ARGUMENTS = ("turns", "token_ids", "environment_rewards")
 class RewardFunction(Protocol):
     """Scores one completion: a number, or named components whose total is `reward`, else their sum.
 
-    A function whose first parameter is `completions` gets those of a whole prompt group, and
-    returns a list with one element for each; an element may be a `RewardError`. Both may be `async
-    def`. A parameter `turns` gets the sample's messages from the first completion to the last, as
-    `role` and `content`; `token_ids` gets the ids of the sampled tokens; `environment_rewards`
-    gets what a stateful environment gave to each turn. For a prompt group these are lists of them.
-    A function may leave out what it does not read: `(completion)` is enough. Further keyword
-    arguments are options.
+    A function whose first parameter is `completions` gets the completions of a whole prompt group,
+    and returns a list with one element for each; an element may be a `RewardError`. Both may be
+    `async def`. A parameter `turns` gets the sample's messages from the first completion to the
+    last, as `role` and `content`; `token_ids` gets the ids of the sampled tokens;
+    `environment_rewards` gets the rewards that a stateful environment gave to each turn. For a
+    prompt group each is a list with an element for each completion. A function may leave out the
+    parameters that it does not read: `(completion)` is enough. Further keyword arguments are
+    options.
 
     It may also return `turn_rewards`, a number for each completion, and `token_rewards`, one for
     each sampled token. They are added to the total; algorithms with token-level advantages use
@@ -220,7 +221,9 @@ def load_reward(
     bound = partial(function, **checked) if checked else function
     files = tuple(source_files(module).values())
     optional_arguments = tuple(
-        given for given in OPTIONAL_ARGUMENTS if given in inspect.signature(function).parameters
+        argument
+        for argument in OPTIONAL_ARGUMENTS
+        if argument in inspect.signature(function).parameters
     )
     return LoadedReward(
         name,
@@ -257,9 +260,9 @@ def takes_prompt_group(function: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(function).parameters), "") == PROMPT_GROUP_PARAMETER
 
 
-def options_of(function: Callable[..., Any]) -> list[RewardOption]:
-    """Return the options of a function: its keyword arguments except those that every reward
-    function gets.
+def list_options(function: Callable[..., Any]) -> list[RewardOption]:
+    """Return the options of a function: its keyword arguments except the arguments that every
+    reward function gets.
     """
     return [
         RewardOption(
@@ -297,11 +300,11 @@ def check_options(
     except ValidationError as error:
         first = error.errors()[0]
         option_path = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(option.name for option in options_of(function)) or "none"
+        option_names = ", ".join(option.name for option in list_options(function)) or "none"
         raise ConfigError(
             f"reward.options.{option_path}: {first['msg']}, got {first['input']!r:.60}; {name} "
-            f"takes {known}; set reward.options. Each call gives the completion and, as far as the "
-            f"function names them, {', '.join((*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS))}"
+            f"takes {option_names}; set reward.options. Each call gives the completion and, as far "
+            f"as the function names them, {', '.join((*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS))}"
         ) from None
     return checked
 

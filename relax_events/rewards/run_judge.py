@@ -57,15 +57,15 @@ def load_grading(chosen: ChosenReward) -> Grading:
     """
     options = check_options(judge.genrm, chosen.function, chosen.options | {"url": ""})
     for name in options.keys() - {*OPTIONS, "url"}:
-        remedy = "temperature and length are set in judge.engine.sampling; leave it out"
         raise ConfigError(
             f"reward.options.{name} configures a judge server, but judge.model_path gives "
-            f"the run its own judge; {remedy}"
+            "the run its own judge; temperature and length are set in judge.engine.sampling; leave "
+            "it out"
         )
-    given = {name: options[name] for name in OPTIONS if name in options}
-    return Grading(
-        **given | ({"template": load_template(given["template"])} if "template" in given else {})
-    )
+    settings = {name: options[name] for name in OPTIONS if name in options}
+    if "template" in settings:
+        settings["template"] = load_template(settings["template"])
+    return Grading(**settings)
 
 
 def _build_judge_reward(

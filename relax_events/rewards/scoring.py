@@ -20,7 +20,7 @@ from relax_events.rewards.scores import Score
 
 def build_reward_item(sample: SampleRolledOut) -> RewardItem:
     """Build the reward request of a sample."""
-    tokens, mask, given = sample.tokens, sample.loss_mask, sample.environment_rewards
+    tokens, mask, rewards = sample.tokens, sample.loss_mask, sample.environment_rewards
     token_ids = (
         None
         if isinstance(tokens, StoredArray) or isinstance(mask, StoredArray)
@@ -36,8 +36,8 @@ def build_reward_item(sample: SampleRolledOut) -> RewardItem:
         turns=role_text_pairs(sample.turns),
         token_ids=token_ids,
         environment_rewards=()
-        if given is None
-        else dense(given, what=f"sample {sample.sample_id}: environment_rewards").tolist(),
+        if rewards is None
+        else dense(rewards, what=f"sample {sample.sample_id}: environment_rewards").tolist(),
     )
 
 
@@ -93,12 +93,11 @@ def _check_lengths(sample: SampleRolledOut, score: Score, reward_name: str) -> S
     if turn_rewards is None and token_rewards is None:
         return score
     if isinstance(sample.loss_mask, StoredArray):
-        remedy = "give the function a parameter `turns`, so that it is fetched"
-        rule = (
-            f"the loss mask of sample {sample.sample_id}, whose turns or tokens it rewards, was "
-            "not fetched"
+        return RewardError(
+            f"reward function {reward_name}: the loss mask of sample {sample.sample_id}, whose "
+            "turns or tokens it rewards, was not fetched; give the function a parameter `turns`, "
+            "so that it is fetched"
         )
-        return RewardError(f"reward function {reward_name}: {rule}; {remedy}")
     try:
         rewards_by_loss_token(
             sample.loss_mask,
@@ -115,7 +114,7 @@ def _check_lengths(sample: SampleRolledOut, score: Score, reward_name: str) -> S
 
 def _arrays(score: Score) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
     by_turn, by_token = (
-        None if given is None else np.array(given, np.float64)
-        for given in (score.turn_rewards, score.token_rewards)
+        None if rewards is None else np.array(rewards, np.float64)
+        for rewards in (score.turn_rewards, score.token_rewards)
     )
     return by_turn, by_token

@@ -63,7 +63,7 @@ class FunctionScorer(RewardPool):
 
         Args:
             settings: The function with its limits.
-            store: Where samples' stored arrays are; without it functions get none of those.
+            store: Holds samples' stored arrays; without it functions get no stored arrays.
         Raises:
             ConfigError: The function can't be loaded.
         """
@@ -120,7 +120,7 @@ def split_into_batches(items: Iterable[RewardItem]) -> Iterator[list[Completion]
 
 
 def replace_function(
-    section: RewardConfig, function: str, given: Sequence[str], *, workers: int | None = None
+    section: RewardConfig, function: str, assignments: Sequence[str], *, workers: int | None = None
 ) -> RewardConfig:
     """Return a reward section with another function, or with its own and its options changed; its
     limits hold for both.
@@ -128,16 +128,16 @@ def replace_function(
     Args:
         section: The section.
         function: A name that `relax rewards list` knows, or path/to/file.py:function.
-        given: Options of the function, each NAME=VALUE.
+        assignments: Options of the function, each NAME=VALUE.
         workers: Child processes that run the function; None keeps `processes`.
     Raises:
-        ConfigError: What was given is not NAME=VALUE, or holds a secret or sends one where it may
+        ConfigError: An option is not NAME=VALUE, holds a secret, or sends one where it may
             not.
     """
-    if wrong := [text for text in given if not text.partition("=")[0] or "=" not in text]:
+    if wrong := [text for text in assignments if not text.partition("=")[0] or "=" not in text]:
         raise ConfigError(f"--option must be NAME=VALUE, got {wrong[0]!r}")
     options = {
-        name: read_value(value) for name, _, value in (text.partition("=") for text in given)
+        name: read_value(value) for name, _, value in (text.partition("=") for text in assignments)
     }
     is_same = function == section.function
     changes = {
@@ -175,24 +175,24 @@ def read_items(file: Path) -> Iterator[RewardItem]:
 
 def _item(line: bytes, line_location: str, sample_id: str) -> RewardItem:
     try:
-        found = orjson.loads(line)
+        row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{line_location} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("completion"), str):
+    if not isinstance(row, dict) or not isinstance(row.get("completion"), str):
         raise ConfigError(
             f"{line_location} must be an object with the text `completion`, and may have "
             f"{', '.join(JSONL_KEYS[1:])}"
         )
-    metadata = found.get("metadata") or {}
-    said = parse_metadata(
+    metadata = row.get("metadata") or {}
+    checked_metadata = parse_metadata(
         metadata if isinstance(metadata, str) else orjson.dumps(metadata).decode(), line_location
     )
     return RewardItem(
         sample_id,
-        found["completion"],
-        str(found.get("answer") or ""),
-        said,
-        str(found.get("prompt") or ""),
+        row["completion"],
+        str(row.get("answer") or ""),
+        checked_metadata,
+        str(row.get("prompt") or ""),
     )
 
 
@@ -203,9 +203,9 @@ def parse_metadata(text: str, line_location: str) -> str:
         ConfigError: They are not a JSON object.
     """
     try:
-        found = orjson.loads(text)
+        metadata = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{line_location}: metadata is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(metadata, dict):
         raise ConfigError(f"{line_location}: metadata must be a JSON object, got {text:.40}")
     return text

@@ -61,31 +61,31 @@ def reference_boxes(text: str) -> list[str]:
     """
     boxes = last_boxes(text)
     if len(boxes) != len(every := _boxes(text, only_joined=False)):
-        said = ", ".join(every)
+        boxes_text = ", ".join(every)
         raise ValueError(
-            f"the reference answer boxes {said:.80} far from each other; keep only the "
+            f"the reference answer boxes {boxes_text:.80} far from each other; keep only the "
             "correct answer, see data.answer_key"
         )
     return boxes
 
 
 def _boxes(text: str, *, only_joined: bool) -> list[str]:
-    found: list[str] = []
+    boxes: list[str] = []
     next_start = len(text)
     for box in reversed(list(BOX.finditer(text))):
         content, end = _read_box(text, box.end())
         if (
             content is None
             or end > next_start
-            or (found and only_joined and not _are_joined(text[end:next_start]))
+            or (boxes and only_joined and not _are_joined(text[end:next_start]))
         ):
             break
-        if content not in found:
-            found.append(content)
-        if len(found) > MAX_BOXES:
+        if content not in boxes:
+            boxes.append(content)
+        if len(boxes) > MAX_BOXES:
             raise RewardError(f"the answer has more than {MAX_BOXES} boxes")
         next_start = box.start()
-    return found[::-1]
+    return boxes[::-1]
 
 
 def _are_joined(between: str) -> bool:
@@ -100,12 +100,12 @@ def _read_box(text: str, start: int) -> tuple[str | None, int]:
         bare = BARE.match(text, start)
         return (bare[0], bare.end()) if bare else (None, start)
     depth = 0
-    for found in BRACE.finditer(text, start):
-        if found.start() - start > MAX_ANSWER_CHARACTERS:
+    for brace in BRACE.finditer(text, start):
+        if brace.start() - start > MAX_ANSWER_CHARACTERS:
             raise RewardError(f"the boxed answer is longer than {MAX_ANSWER_CHARACTERS} characters")
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return short_answer(text[start + 1 : found.start()]), found.end()
+            return short_answer(text[start + 1 : brace.start()]), brace.end()
     return None, start
 
 
@@ -123,12 +123,12 @@ def short_answer(text: str) -> str:
 
 
 def references(answer: str) -> list[str]:
-    """Return the reference answers: one, or those of a JSON list of alternatives.
+    """Return the reference answers: the one answer, or the alternatives of a JSON list.
 
     Raises:
         ValueError: There is no reference answer.
     """
-    found = [answer]
+    alternatives = [answer]
     if answer.lstrip().startswith("["):
         try:
             parsed = orjson.loads(answer)
@@ -137,7 +137,7 @@ def references(answer: str) -> list[str]:
         ):  # an interval such as [0, 1) is an answer, not a list of some
             parsed = None
         if isinstance(parsed, list) and parsed and all(isinstance(one, str) for one in parsed):
-            found = parsed
-    if not (kept := [one.strip() for one in found if one.strip()]):
+            alternatives = parsed
+    if not (kept := [one.strip() for one in alternatives if one.strip()]):
         raise ValueError("the sample has no reference answer; see data.answer_key")
     return kept

@@ -149,8 +149,8 @@ def read_tests(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
     Raises:
         ValueError: There are none, or their form is unknown.
     """
-    found = next((metadata[key] for key in TEST_KEYS if metadata.get(key)), None)
-    tests = [found] if isinstance(found, str) else found
+    value = next((metadata[key] for key in TEST_KEYS if metadata.get(key)), None)
+    tests = [value] if isinstance(value, str) else value
     if isinstance(tests, list):
         read = [_read_test(one) for one in tests]
         return [_complete(one, metadata) if isinstance(one, str) else one for one in read]
@@ -164,9 +164,9 @@ def read_tests(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
         raise ValueError(NO_TESTS)
     if name := metadata.get("fn_name"):
         return [
-            _call(str(name), given, wanted) for given, wanted in zip(inputs, outputs, strict=True)
+            _call(str(name), args, result) for args, result in zip(inputs, outputs, strict=True)
         ]
-    return [(_text(given), _text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+    return [(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs, strict=True)]
 
 
 def _read_test(one: Any) -> str | tuple[str, str]:
@@ -200,26 +200,26 @@ def _text(value: Any) -> str:
     )
 
 
-def _call(name: str, given: Any, wanted: Any) -> str:
+def _call(name: str, args: Any, result: Any) -> str:
     """Return a program that calls a function, or the method of that name of `Solution`, and
     compares as JSON would.
     """
-    arguments = orjson.dumps(given if isinstance(given, list) else [given]).decode()
+    arguments = orjson.dumps(args if isinstance(args, list) else [args]).decode()
     return (
         "import json, solution\n"
         "owner = solution.Solution() if hasattr(solution, 'Solution') else solution\n"
         f"function = getattr(owner, {name!r})\n"
         f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == "
-        f"json.loads({orjson.dumps(wanted).decode()!r})\n"
+        f"json.loads({orjson.dumps(result).decode()!r})\n"
     )
 
 
 def _from_answer(answer: str) -> dict[str, Any]:
     try:
-        found = orjson.loads(answer)
+        parsed = orjson.loads(answer)
     except orjson.JSONDecodeError:
         raise ValueError(NO_TESTS) from None
-    return found if isinstance(found, dict) else {"tests": found}
+    return parsed if isinstance(parsed, dict) else {"tests": parsed}
 
 
 def _num_passed(

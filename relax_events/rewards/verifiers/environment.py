@@ -16,7 +16,7 @@ def environment(
     environment_rewards: list[float],
     by_turn: bool = False,
 ) -> float | dict[str, float | list[float]]:
-    """Give the sum of what the environment gave to the turns of the sample.
+    """Give the sum of the rewards that the environment gave to the turns of the sample.
 
     With `by_turn` each turn has its own reward, which `ppo` and `reinforce_plus_plus` credit to the
     tokens before it.
@@ -26,8 +26,8 @@ def environment(
     """
     if not environment_rewards:
         raise RewardError(
-            "the sample has no rewards of its environment; set environment.interface to one that "
-            "gives rewards, or choose another reward.function"
+            "the sample has no rewards of its environment; set environment.interface to an "
+            "interface that gives rewards, or choose another reward.function"
         )
     if by_turn:
         return {"reward": 0.0, "turn_rewards": environment_rewards}

@@ -22,7 +22,7 @@ MAX_EXPONENT_BITS = 16.0
 
 
 class Grammar(Enum):
-    """What the caller of the evaluation needs."""
+    """The kinds of text that the caller of the evaluation accepts."""
 
     LITERAL = "a literal or arithmetic of numbers"
     ARITHMETIC = "arithmetic of numbers, symbols and known functions"
@@ -154,9 +154,9 @@ def _num_bits_of_maker(name: str, parts: list[ast.expr]) -> float | None:
 
 
 def _add(bits: list[float | None]) -> float | None:
-    """Return the bits of a product, which are at least those of a sum."""
-    known = [part for part in bits if part is not None]
-    return sum(known) + 1 if len(known) == len(bits) else None
+    """Return the bits of a product, which has at least as many bits as a sum."""
+    known_bits = [part for part in bits if part is not None]
+    return sum(known_bits) + 1 if len(known_bits) == len(bits) else None
 
 
 def _grow(base: float | None, exponent: float | None) -> float | None:

@@ -20,7 +20,7 @@ FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 8.0
 RETRYABLE_STATUS_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 MAX_CONNECTIONS = 64
 MAX_REPLY_BYTES = 4 * 1024**2
-"""Of a reward or a judgement: one of 100,000 tokens has about 1 MiB."""
+"""Of a reward or an LLM judge's reply: 100,000 tokens have about 1 MiB."""
 
 
 def import_client() -> Any:
@@ -48,7 +48,7 @@ async def post_json(
     token_variable: str = "",
     pause_seconds: float = FIRST_PAUSE_SECONDS,
 ) -> Any:
-    """Send a JSON document and return the one that comes back.
+    """Send a JSON document and return the JSON document of the reply.
 
     Connection errors, timeouts and the status codes of a busy or failing service are retried after
     a doubling pause; other errors are final.
@@ -136,10 +136,10 @@ def _parse_response(url: str, status: int, content: bytes) -> Any:
 
 
 @lru_cache(maxsize=1)
-def _client_of(loop: asyncio.AbstractEventLoop) -> Any:
+def _open_client(loop: asyncio.AbstractEventLoop) -> Any:
     package = import_client()
     return package.AsyncClient(limits=package.Limits(max_connections=MAX_CONNECTIONS))
 
 
 def _client() -> Any:
-    return _client_of(asyncio.get_running_loop())
+    return _open_client(asyncio.get_running_loop())

@@ -1,4 +1,4 @@
-"""IFBench's instructions about the form of a response, and those for one certain prompt.
+"""IFBench's instructions about the form of a response, and its instructions for a single prompt.
 
 Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published
 definitions.
@@ -15,7 +15,7 @@ from datetime import date
 from itertools import pairwise
 
 from relax_events.rewards.verifiers.ifbench_words import EDGES, NO_PUNCTUATION, TOKEN, bare_words
-from relax_events.rewards.verifiers.ifeval_instructions import instruction, sentences_of
+from relax_events.rewards.verifiers.ifeval_instructions import instruction, split_sentences
 
 CLOSING = {")": "(", "]": "[", "}": "{"}
 MIN_BRACKETS, MIN_QUOTES = 5, 3
@@ -43,7 +43,7 @@ def is_emoji(character: str) -> bool:
     )
 
 
-def ascii_of(text: str) -> str:
+def strip_accents(text: str) -> str:
     """Return a text without accents."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
@@ -87,10 +87,10 @@ def format_options(response: str, *, options: str) -> bool:
     letter.
     """
     mark = next((mark for mark in ("/", "or") if mark in options), ",")
-    known = [option.strip() for option in options.split(mark)]
+    choices = [option.strip() for option in options.split(mark)]
     if LETTERED.match(options):
-        return response in known
-    return response.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in known]
+        return response in choices
+    return response.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in choices]
 
 
 @instruction("format:newline")
@@ -111,7 +111,7 @@ def format_emoji(response: str) -> bool:
 
 def _with_what_follows(text: str) -> list[str]:
     """Return the sentences, each with the pictographs behind its end mark."""
-    return sentences_of(PICTOGRAPHS_BEHIND.sub(r"\3\1 ", text))
+    return split_sentences(PICTOGRAPHS_BEHIND.sub(r"\3\1 ", text))
 
 
 @instruction("format:line_indent")
@@ -162,7 +162,7 @@ def format_no_bullets_bullets(response: str) -> bool:
     """At least two sentences are followed by at least two bullets *, and by nothing else."""
     lines = [line.strip() for line in response.split("\n")]
     first = next((index for index, line in enumerate(lines) if line.startswith("*")), len(lines))
-    sentences = [sentence for line in lines[:first] for sentence in sentences_of(line)]
+    sentences = [sentence for line in lines[:first] for sentence in split_sentences(line)]
     bullets = lines[first:]
     return (
         len(sentences) >= 2 and len(bullets) >= 2 and all(line.startswith("*") for line in bullets)
@@ -239,7 +239,7 @@ def _length_of_question(question: str) -> int:
 @instruction("custom:reverse_newline")
 def custom_reverse_newline(response: str) -> bool:
     """From Zimbabwe on, at least 52 lines stand in reverse alphabetical order."""
-    lines = [ascii_of(line.strip(EDGES)) for line in response.split("\n") if line.strip(EDGES)]
+    lines = [strip_accents(line.strip(EDGES)) for line in response.split("\n") if line.strip(EDGES)]
     start = next((index for index, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - start >= MIN_AFRICAN_COUNTRIES and lines[start:] == sorted(
         lines[start:], reverse=True
@@ -262,7 +262,7 @@ def custom_character_reverse(response: str) -> bool:
 def custom_sentence_alphabet(response: str) -> bool:
     """Its 26 sentences begin with a to z in turn."""
     return (
-        "".join(sentence[0].lower() for sentence in sentences_of(response))
+        "".join(sentence[0].lower() for sentence in split_sentences(response))
         == string.ascii_lowercase
     )
 
@@ -270,7 +270,7 @@ def custom_sentence_alphabet(response: str) -> bool:
 @instruction("custom:european_capitals_sort")
 def custom_european_capitals_sort(response: str) -> bool:
     """It lists the capitals in their order, with commas."""
-    return [name.strip() for name in ascii_of(response).split(",") if name.strip()] == CAPITALS
+    return [name.strip() for name in strip_accents(response).split(",") if name.strip()] == CAPITALS
 
 
 @instruction("custom:csv_city")

@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.rewards.verifiers.ifeval_instructions import WORD, instruction, sentences_of
+from relax_events.rewards.verifiers.ifeval_instructions import WORD, instruction, split_sentences
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 EDGES = string.punctuation + " "
@@ -93,8 +93,8 @@ def count_pronouns(response: str, *, N: int) -> bool:  # noqa: N803
 @instruction("count:punctuation")
 def count_punctuation(response: str) -> bool:
     """Each of . , ! ? ; : occurs, and an interrobang besides."""
-    found = next((mark for mark in ("?!", "!?", "\u203d") if mark in response), None)
-    rest = "" if found is None else response.replace(found, "", 1)
+    interrobang = next((mark for mark in ("?!", "!?", "\u203d") if mark in response), None)
+    rest = "" if interrobang is None else response.replace(interrobang, "", 1)
     return all(mark in rest for mark in ".,!?;:")
 
 
@@ -120,7 +120,7 @@ def count_keywords_multiple(
 @instruction("ratio:sentence_type")
 def ratio_sentence_type(response: str) -> bool:
     """There are twice as many sentences with a full stop as with a question mark."""
-    ends = Counter(sentence[-1] for sentence in sentences_of(response))
+    ends = Counter(sentence[-1] for sentence in split_sentences(response))
     return ends["."] == 2 * ends["?"]
 
 
@@ -129,7 +129,7 @@ def ratio_sentence_balance(response: str) -> bool:
     """As many sentences end with a full stop as with a question mark and with an exclamation
     mark.
     """
-    ends = Counter(sentence[-1] for sentence in sentences_of(response))
+    ends = Counter(sentence[-1] for sentence in split_sentences(response))
     return ends["."] == ends["?"] == ends["!"]
 
 
@@ -151,7 +151,7 @@ def ratio_overlap(response: str, *, reference_text: str, percentage: int) -> boo
 @instruction("ratio:sentence_words")
 def ratio_sentence_words(response: str) -> bool:
     """It has three sentences of the same number of characters."""
-    sentences = sentences_of(response)
+    sentences = split_sentences(response)
     return len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
 
 
@@ -182,12 +182,12 @@ def words_consonants(response: str) -> bool:
 @instruction("words:palindrome")
 def words_palindrome(response: str) -> bool:
     """Ten words of at least five characters read the same backwards."""
-    found = [
+    palindromes = [
         word
         for word in bare_words(response)
         if len(word) >= MIN_PALINDROME_LETTERS and word == word[::-1]
     ]
-    return len(found) >= MIN_PALINDROMES
+    return len(palindromes) >= MIN_PALINDROMES
 
 
 @instruction("words:prime_lengths")
@@ -208,7 +208,7 @@ def words_repeats(response: str, *, small_n: int) -> bool:
 @instruction("words:last_first")
 def words_last_first(response: str) -> bool:
     """Each sentence begins with the last word of the one before."""
-    words = [found for sentence in sentences_of(response) if (found := bare_words(sentence))]
+    words = [tokens for sentence in split_sentences(response) if (tokens := bare_words(sentence))]
     return all(first[-1] == second[0] for first, second in pairwise(words))
 
 
@@ -237,7 +237,7 @@ def words_words_position(response: str, *, keyword: str) -> bool:
 @instruction("words:keywords_specific_position")
 def words_keywords_specific_position(response: str, *, keyword: str, n: int, m: int) -> bool:
     """The mth word of the nth sentence is this one."""
-    sentences = sentences_of(response)
+    sentences = split_sentences(response)
     tokens = TOKEN.findall(sentences[n - 1].lower()) if n <= len(sentences) else []
     return m <= len(tokens) and tokens[m - 1] == keyword.strip().lower()
 
@@ -245,7 +245,7 @@ def words_keywords_specific_position(response: str, *, keyword: str, n: int, m: 
 @instruction("sentence:keyword")
 def sentence_keyword(response: str, *, word: str, N: int) -> bool:  # noqa: N803
     """The so-manieth sentence has this word."""
-    sentences = sentences_of(response)
+    sentences = split_sentences(response)
     return (
         len(sentences) >= N
         and re.search(rf"\b{re.escape(word)}\b", sentences[N - 1], re.IGNORECASE) is not None
@@ -255,14 +255,14 @@ def sentence_keyword(response: str, *, word: str, N: int) -> bool:  # noqa: N803
 @instruction("sentence:increment")
 def sentence_increment(response: str, *, small_n: int) -> bool:
     """Each sentence has so many more words than the one before."""
-    counts = [len(bare_words(sentence)) for sentence in sentences_of(response)]
+    counts = [len(bare_words(sentence)) for sentence in split_sentences(response)]
     return all(second == first + small_n for first, second in pairwise(counts))
 
 
 @instruction("sentence:alliteration_increment")
 def sentence_alliteration_increment(response: str) -> bool:
     """Each sentence has more words in runs with the same first letter than the one before."""
-    counts = [_num_alliterating(sentence) for sentence in sentences_of(response)]
+    counts = [_num_alliterating(sentence) for sentence in split_sentences(response)]
     return all(first < second for first, second in pairwise(counts))
 
 
@@ -288,8 +288,8 @@ STOP_WORDS = frozenset(
         "haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
     ).split()
 )
-"""NLTK's English stop words, without those that hold an apostrophe: they are compared with runs of
-alphabetic characters."""
+"""NLTK's English stop words without an apostrophe: they are compared with runs of alphabetic
+characters."""
 VERB_TAG = "VB"
 
 
@@ -330,9 +330,9 @@ def words_start_verb(response: str) -> bool:
     """Its first word is a verb, as it stands or in lowercase; marks before it do not count."""
     words = next(
         (
-            found
-            for sentence in sentences_of(response)
-            if (found := [token for token in TOKEN.findall(sentence) if token[0].isalnum()])
+            tokens
+            for sentence in split_sentences(response)
+            if (tokens := [token for token in TOKEN.findall(sentence) if token[0].isalnum()])
         ),
         [],
     )

@@ -53,7 +53,7 @@ def ifeval(
     partial: bool = False,
 ) -> dict[str, float]:
     """Give 1 when the text after `</think>` follows all instructions, else 0; with `partial` the
-    share of those it follows.
+    share of the instructions that it follows.
 
     It knows the 25 instructions of IFEval and the 58 of IFBench. Of these
     `words:odd_even_syllables` needs the package syllapy and `words:start_verb` textblob (`pip
@@ -61,10 +61,10 @@ def ifeval(
     without its first line, its last line, both, and without asterisks. The component `followed` is
     the share.
 
-    The verdicts are those that IFEval's published tests assert of these 25, but sentences are split
-    by rules, where the published program asks NLTK's models: at `.`, `!` or `?` before white space,
+    For these 25 the verdicts are as IFEval's published tests assert them, but sentences are split
+    by rules, and by NLTK's models in the published program: at `.`, `!` or `?` before white space,
     not behind an abbreviation such as "e.g." or a single capital. So the same text gives the same
-    verdict without data that are downloaded; sentences that begin without white space count as one.
+    verdict without downloaded data; sentences without white space between them count as one.
 
     Raises:
         ValueError: The metadata name no instruction, an unknown one, or arguments that it does not
@@ -92,11 +92,11 @@ def follow(
         raise ValueError(
             "the sample names no instructions; see metadata.instruction_id_list and metadata.kwargs"
         )
-    given = [*arguments, *[{}] * (len(names) - len(arguments))]
+    padded_arguments = [*arguments, *[{}] * (len(names) - len(arguments))]
     texts = variants(final_text(completion)) if mode == "loose" else [final_text(completion)]
     return [
         (name, _is_followed(name, kwargs or {}, texts, prompt))
-        for name, kwargs in zip(names, given, strict=True)
+        for name, kwargs in zip(names, padded_arguments, strict=True)
     ]
 
 

@@ -57,23 +57,23 @@ def import_langdetect() -> Any:
     return langdetect
 
 
-def compares(count: int, relation: str | None, wanted: int) -> bool:
+def compares(count: int, relation: str | None, threshold: int) -> bool:
     """Compare by the name of a relation: `less than`, else `at least`."""
     if relation not in ("less than", "at least", None):
         raise ValueError(f"a relation must be 'less than' or 'at least', got {relation!r}")
-    return count < wanted if relation == "less than" else count >= wanted
+    return count < threshold if relation == "less than" else count >= threshold
 
 
-def sentences_of(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Split a text into sentences, each with its end marks; a rest without one is a sentence
     too.
     """
     starts = [
         0,
         *(
-            found.end()
-            for found in SENTENCE_END.finditer(text)
-            if not ABBREVIATION.search(text[max(found.end() - 12, 0) : found.end()])
+            mark.end()
+            for mark in SENTENCE_END.finditer(text)
+            if not ABBREVIATION.search(text[max(mark.end() - 12, 0) : mark.end()])
         ),
     ]
     pieces = (
@@ -84,7 +84,7 @@ def sentences_of(text: str) -> list[str]:
 
 def count_sentences(text: str) -> int:
     """Count sentences."""
-    return len(sentences_of(text))
+    return len(split_sentences(text))
 
 
 @instruction("keywords:existence")
@@ -171,10 +171,10 @@ def length_constraints_nth_paragraph_first_word(
     if nth_paragraph > len(paragraphs) or not (paragraph := paragraphs[nth_paragraph - 1].strip()):
         return False
     word = paragraph.split()[0].lstrip(FIRST_WORD_EDGES)
-    found = re.split(r"[.,?!'\"]", word)[0].lower()
+    paragraph_word = re.split(r"[.,?!'\"]", word)[0].lower()
     return (
         sum(bool(part.strip()) for part in paragraphs) == num_paragraphs
-        and found == first_word.lower()
+        and paragraph_word == first_word.lower()
     )
 
 

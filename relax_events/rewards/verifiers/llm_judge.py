@@ -106,7 +106,7 @@ class LLMJudge:
         if self.model:
             body["model"] = self.model
         url = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
-        found = await post_json(
+        reply = await post_json(
             url,
             body,
             seconds=self.request_seconds,
@@ -114,10 +114,10 @@ class LLMJudge:
             token_variable=self.token_variable,
         )
         try:
-            return final_text(found["choices"][0]["message"]["content"])
+            return final_text(reply["choices"][0]["message"]["content"])
         except (KeyError, IndexError, TypeError, AttributeError):
             raise RewardError(
-                f"{url} must answer with choices[0].message.content, got {found!r:.100}"
+                f"{url} must answer with choices[0].message.content, got {reply!r:.100}"
             ) from None
 
 
@@ -198,7 +198,7 @@ async def genrm_pairwise(
     judge = LLMJudge(url, model, temperature, max_tokens, request_seconds, retries, token_variable)
     texts = [final_text(completion) for completion in completions]
     pairs = list_pairs(len(texts), opponents=opponents, has_reference=bool(answer))
-    questions, known = (
+    questions, fields = (
         load_template(template),
         {"prompt": prompt, "rubric": metadata.get("rubric", rubric)},
     )
@@ -208,7 +208,7 @@ async def genrm_pairwise(
         try:
             return read_verdict(
                 await judge.complete(
-                    questions.safe_substitute(known, first=sides[0], second=sides[1])
+                    questions.safe_substitute(fields, first=sides[0], second=sides[1])
                 )
             )
         except RewardError as error:
@@ -257,13 +257,15 @@ def win_shares(
         pairs: Indices of the compared samples.
         *rounds: For each round of all pairs, the points of the first of each pair: 1, 0.5 or 0.
     """
-    found: list[list[float | RewardError]] = [[] for _ in range(num_samples)]
+    points: list[list[float | RewardError]] = [[] for _ in range(num_samples)]
     for verdicts in rounds:
         for (first, second), verdict in zip(pairs, verdicts, strict=True):
-            found[first].append(verdict)
+            points[first].append(verdict)
             if second < num_samples:
-                found[second].append(verdict if isinstance(verdict, RewardError) else 1.0 - verdict)
-    return [_mean(one) for one in found]
+                points[second].append(
+                    verdict if isinstance(verdict, RewardError) else 1.0 - verdict
+                )
+    return [_mean(one) for one in points]
 
 
 def _mean(verdicts: list[float | RewardError]) -> float | RewardError:
@@ -291,12 +293,12 @@ def read_score(text: str, *, max_score: float) -> float:
     """Return the last score of a judge's answer, between 0 and 1.
 
     Raises:
-        RewardError: There is none, or it is out of range.
+        RewardError: The answer has no score, or one that is out of range.
     """
-    found = SCORE_LINE.findall(text)
-    if not found:
+    scores = SCORE_LINE.findall(text)
+    if not scores:
         raise RewardError(f"the judge's answer has no line 'Score: N': {text[-100:]!r}")
-    score = float(found[-1])
+    score = float(scores[-1])
     if not 0 <= score <= max_score:
         raise RewardError(f"the judge's score must be between 0 and {max_score:g}, got {score:g}")
     return score / max_score
@@ -306,11 +308,11 @@ def read_verdict(text: str) -> float:
     """Return the points of the first answer by the judge's last verdict: 1, 0.5 or 0.
 
     Raises:
-        RewardError: There is none.
+        RewardError: The answer has no verdict.
     """
-    found = VERDICT_LINE.findall(text)
-    if not found:
+    verdicts = VERDICT_LINE.findall(text)
+    if not verdicts:
         raise RewardError(
             f"the judge's answer has no line 'Verdict: A', 'B' or 'tie': {text[-100:]!r}"
         )
-    return VERDICT_POINTS[found[-1].lower()]
+    return VERDICT_POINTS[verdicts[-1].lower()]

@@ -52,8 +52,8 @@ def find_math(
 def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFinding:
     """Compare the last box after the mark that ends the reasoning."""
     for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
-        found, text = completion.rpartition(mark)[1:]
-        if found:
+        separator, text = completion.rpartition(mark)[1:]
+        if separator:
             return find_boxed(text, answer)
     return MathFinding(
         answer=None,
@@ -71,20 +71,23 @@ def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
 def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
     """Compare the last line "Answer:" as text."""
     lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
-    given, wanted = (
+    line_answer, reference_answers = (
         _normalize_dapo(lines[-1]) if lines else None,
         [_normalize_dapo(one) for one in references(answer)],
     )
-    if given is None:
+    if line_answer is None:
         return MathFinding(
             answer=None,
             location="no answer",
             why=f"no line 'Answer:' in the last {TAIL_CHARACTERS} characters",
             is_right=False,
         )
-    is_right = given in wanted
-    why = f"it {'is' if is_right else 'is not'} {' or '.join(repr(one) for one in wanted):.200}"
-    return MathFinding(answer=given, location="the last line 'Answer:'", why=why, is_right=is_right)
+    is_right = line_answer in reference_answers
+    references_text = " or ".join(repr(one) for one in reference_answers)
+    why = f"it {'is' if is_right else 'is not'} {references_text:.200}"
+    return MathFinding(
+        answer=line_answer, location="the last line 'Answer:'", why=why, is_right=is_right
+    )
 
 
 @reward(
@@ -104,12 +107,12 @@ def math(
 ) -> float:
     r"""Give 1 when the final answer equals a reference in mathematics, else 0.
 
-    The final answer is the last box, with those that "and", "or", a comma or a semicolon joins to
-    it, or the later sentence "The final answer is ... I hope it is correct"; where there is
-    neither, what follows "answer is" or "answer:" in the last 1,000 characters, and else the last
-    formula or number that math-verify finds there. The references are one text or a JSON list of
-    some, boxed or not, in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). Of a
-    reference with several boxes all are wanted, in any order. With `box_only` an answer outside of
+    The final answer is the last box, with the boxes that "and", "or", a comma or a semicolon joins
+    to it, or the later sentence "The final answer is ... I hope it is correct". A text without
+    either has as answer the text after "answer is" or "answer:" in the last 1,000 characters, else
+    the last formula or number that math-verify finds there. The references are one text or a JSON
+    list of texts, boxed or not, in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). All
+    boxes of a reference are required, in any order. With `box_only` an answer outside of
     a box does not count. With `boxes = "last"` the last box alone is the answer, as it is for
     verl's reward of the same data; then a completion that boxes two solutions one by one is wrong.
 
@@ -210,20 +213,20 @@ def openr1_multimodal(
     """
     if any(completion.count(tag) > 1 for tag in TAGS):
         return {"accuracy": 0.0, "format": 0.0}
-    given = tagged_answer(completion)
-    wanted = [tagged_answer(one) or one for one in references(answer)]
-    accuracy = given is not None and any(_equals(given, one) for one in wanted)
+    tag_answer = tagged_answer(completion)
+    reference_answers = [tagged_answer(one) or one for one in references(answer)]
+    accuracy = tag_answer is not None and any(_equals(tag_answer, one) for one in reference_answers)
     return {
         "accuracy": float(accuracy),
         "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None),
     }
 
 
-def _equals(given: str, wanted: str) -> bool:
-    if given.casefold() == wanted.casefold():
+def _equals(answer: str, reference: str) -> bool:
+    if answer.casefold() == reference.casefold():
         return True
-    box = last_box(given)
-    return are_equal(short_answer(given) if box is None else box, reference_text(wanted))
+    box = last_box(answer)
+    return are_equal(short_answer(answer) if box is None else box, reference_text(reference))
 
 
 def _thinks_then_boxes(text: str) -> bool:
@@ -234,6 +237,6 @@ def _thinks_then_boxes(text: str) -> bool:
 def _normalize_dapo(text: str) -> str:
     """Return an answer as DAPO compares it: the value alone."""
     box, formula = last_box(text), DOLLARS.search(text)
-    said = box if box is not None else formula[1] if formula else text
-    value = normalize(UNITS.sub("", said)).rpartition("=")[2].strip("*_")
+    answer = box if box is not None else formula[1] if formula else text
+    value = normalize(UNITS.sub("", answer)).rpartition("=")[2].strip("*_")
     return value.replace(",", "") if value.replace(",", "").lstrip("-").isdigit() else value

@@ -32,7 +32,7 @@ PLAIN_FRACTION = re.compile(r"([-+]?)(?:\\frac\{([-+]?\d+)\}\{([-+]?\d+)\}|(\d+)
 GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
-def are_equal(given: str, wanted: str) -> bool:
+def are_equal(answer: str, reference: str) -> bool:
     """Return whether an answer equals the reference; both in LaTeX, program syntax, or words.
 
     Most answers are compared as text or as rational numbers, within microseconds; the others by
@@ -43,7 +43,7 @@ def are_equal(given: str, wanted: str) -> bool:
         RewardError: The answer is too long, too deeply nested, or has too large a number to
             compare.
     """
-    mine, other = normalize(given), normalize(wanted)
+    mine, other = normalize(answer), normalize(reference)
     if not mine or not other:
         return False
     if mine == other:
@@ -51,7 +51,7 @@ def are_equal(given: str, wanted: str) -> bool:
     check_comparable(mine)
     if (same := _are_equal_numbers(mine, other)) is not None:
         return same
-    return _are_equal_expressions(given, wanted)
+    return _are_equal_expressions(answer, reference)
 
 
 def _are_equal_numbers(mine: str, other: str) -> bool | None:
@@ -86,9 +86,9 @@ def plain_number(text: str) -> Fraction | None:
     """Return the value of an integer, a decimal or a fraction of integers; None for other texts."""
     if PLAIN_NUMBER.fullmatch(text):
         return Fraction(text)
-    if (found := PLAIN_FRACTION.fullmatch(text)) is None:
+    if (match := PLAIN_FRACTION.fullmatch(text)) is None:
         return None
-    sign, above, below, plain_above, plain_below = found.groups()
+    sign, above, below, plain_above, plain_below = match.groups()
     if int(below or plain_below) == 0:
         return None
     return Fraction(int(above or plain_above), int(below or plain_below)) * (
@@ -120,37 +120,37 @@ def warm_up() -> None:
     _are_equal_expressions(r"\frac{x^{2}+1}{\sqrt{2}}", r"\left(1, \pi\right]")
 
 
-def equals_parsed(found: tuple[Any, ...], wanted: str) -> bool:
+def equals_parsed(parsed: tuple[Any, ...], reference: str) -> bool:
     """Return whether what math-verify found in a completion (an expression and its text) equals a
     reference.
 
     Raises:
         RewardError: As in `are_equal`.
     """
-    said = [normalize(part) for part in found if isinstance(part, str)]
-    return any(_are_equal_numbers(part, normalize(wanted)) for part in said) or _verify(
-        parse_expressions(wanted), found
+    texts = [normalize(part) for part in parsed if isinstance(part, str)]
+    return any(_are_equal_numbers(part, normalize(reference)) for part in texts) or _verify(
+        parse_expressions(reference), parsed
     )
 
 
 @lru_cache(maxsize=4096)  # the samples of a prompt group give the same few answers
-def _are_equal_expressions(given: str, wanted: str) -> bool:
-    return _verify(parse_expressions(wanted), parse_expressions(given))
+def _are_equal_expressions(answer: str, reference: str) -> bool:
+    return _verify(parse_expressions(reference), parse_expressions(answer))
 
 
-def _verify(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+def _verify(reference: tuple[Any, ...], answer: tuple[Any, ...]) -> bool:
     package = import_math_verify()
     try:
         return bool(
-            package.verify(list(wanted), list(found), timeout_seconds=None, raise_on_error=True)
+            package.verify(list(reference), list(answer), timeout_seconds=None, raise_on_error=True)
         )
     except (MemoryError, RecursionError):
         raise
     # The boundary to math-verify and sympy, which raise if they cannot compare, such as `x < 2`
     # with `x \\neq 2`.
     except Exception:
-        return not {part for part in wanted if isinstance(part, str)}.isdisjoint(
-            part for part in found if isinstance(part, str)
+        return not {part for part in reference if isinstance(part, str)}.isdisjoint(
+            part for part in answer if isinstance(part, str)
         )
 
 
@@ -177,7 +177,7 @@ def parse_expressions(text: str) -> tuple[Any, ...]:
 
 
 def to_math_verify_latex(text: str) -> str:
-    r"""Replace LaTeX commands that math-verify's grammar lacks by ones that it has: `\bmod`,
+    r"""Replace LaTeX commands that math-verify's grammar lacks by commands that it has: `\bmod`,
     `\mathrm{e}`.
     """
     return UPRIGHT_LETTER.sub(r"\1", text.replace(r"\bmod", r"\mod"))

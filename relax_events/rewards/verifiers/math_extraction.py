@@ -49,7 +49,7 @@ class MathFinding(Explanation):
 
 def find_answer(text: str, answer: str, *, last_alone: bool = False) -> MathFinding:
     """Compare the final answer of a text with the reference answers: its last box or closing
-    sentence, else what it states last.
+    sentence, else its last stated answer.
 
     Raises:
         RewardError: The answer can't be compared.
@@ -72,16 +72,16 @@ def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFindi
     Raises:
         RewardError: The answer can't be compared.
     """
-    wanted = [reference_text(one) for one in references(answer)]
+    reference_texts = [reference_text(one) for one in references(answer)]
     if not (boxes := last_boxes(text)):
         return MathFinding(answer=None, location="no box", why="nothing is boxed", is_right=False)
     boxes = boxes[-1:] if last_alone else boxes
-    given = ", ".join(boxes)
-    return _verdict(
-        given,
-        any(are_equal(given, one) for one in wanted),
+    boxed_answer = ", ".join(boxes)
+    return _build_finding(
+        boxed_answer,
+        any(are_equal(boxed_answer, one) for one in reference_texts),
         "the last box" if len(boxes) == 1 else "the last boxes",
-        wanted,
+        reference_texts,
     )
 
 
@@ -92,25 +92,31 @@ def find_stated(text: str, answer: str) -> MathFinding:
     Raises:
         RewardError: The answer can't be compared.
     """
-    wanted = [reference_text(one) for one in references(answer)]
+    reference_texts = [reference_text(one) for one in references(answer)]
     tail = _tail(text)
     clause = _stated_clause(tail)
     if clause is not None and (
         plain_number(normalize(clause)) is not None
-        or any(normalize(clause) == normalize(one) for one in wanted)
+        or any(normalize(clause) == normalize(one) for one in reference_texts)
     ):
-        return _verdict(
-            clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
+        return _build_finding(
+            clause,
+            any(are_equal(clause, one) for one in reference_texts),
+            "behind 'answer'",
+            reference_texts,
         )
-    found = _extract(tail)
-    if found and any(equals_parsed(found, one) for one in wanted):
-        return _verdict(_text_of(found), True, "found by math-verify", wanted)
+    parsed = _extract(tail)
+    if parsed and any(equals_parsed(parsed, one) for one in reference_texts):
+        return _build_finding(_get_text(parsed), True, "found by math-verify", reference_texts)
     if clause is not None and len(clause) <= MAX_CLAUSE_CHARACTERS:
-        return _verdict(
-            clause, any(are_equal(clause, one) for one in wanted), "behind 'answer'", wanted
+        return _build_finding(
+            clause,
+            any(are_equal(clause, one) for one in reference_texts),
+            "behind 'answer'",
+            reference_texts,
         )
-    if found:
-        return _verdict(_text_of(found), False, "found by math-verify", wanted)
+    if parsed:
+        return _build_finding(_get_text(parsed), False, "found by math-verify", reference_texts)
     return MathFinding(
         answer=None,
         location="no answer",
@@ -155,20 +161,22 @@ def _extract(tail: str) -> tuple[Any, ...]:
         package.LatexExtractionConfig(boxed_match_priority=-1),
         package.ExprExtractionConfig(),
     )
-    found = package.parse(
+    parsed = package.parse(
         to_math_verify_latex(tail), config, parsing_timeout=None, raise_on_error=True
     )
-    for text in found:
+    for text in parsed:
         if isinstance(text, str):
             check_comparable(text)
-    return check_size(found)
+    return check_size(parsed)
 
 
-def _text_of(found: Sequence[Any]) -> str:
-    return str(found[-1])
+def _get_text(parsed: Sequence[Any]) -> str:
+    return str(parsed[-1])
 
 
-def _verdict(given: str, is_right: bool, location: str, wanted: Sequence[str]) -> MathFinding:
-    references_said = " or ".join(repr(one) for one in wanted)
-    why = f"it {'equals' if is_right else 'does not equal'} {references_said:.200}"
-    return MathFinding(answer=given, location=location, why=why, is_right=is_right)
+def _build_finding(
+    answer: str, is_right: bool, location: str, reference_texts: Sequence[str]
+) -> MathFinding:
+    references_text = " or ".join(repr(one) for one in reference_texts)
+    why = f"it {'equals' if is_right else 'does not equal'} {references_text:.200}"
+    return MathFinding(answer=answer, location=location, why=why, is_right=is_right)

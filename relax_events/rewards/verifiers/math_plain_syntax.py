@@ -67,9 +67,9 @@ def plain_expression(text: str) -> Any:
 def _is_plain(text: str) -> bool:
     position = 0
     while position < len(text):
-        if (found := TOKEN.match(text, position)) is None:
+        if (token := TOKEN.match(text, position)) is None:
             return False
-        position = found.end()
+        position = token.end()
     return position > 0
 
 
@@ -82,10 +82,10 @@ def _parse(text: str) -> Any:
     )
 
     transformations = (*standard_transformations, convert_xor, implicit_multiplication)
-    known, builtins = _names()
+    names, builtins = _names()
     try:
         return parse_expr(
-            NUMBER_BEFORE_NAME.sub(r"\1*", text), known, transformations, builtins, evaluate=False
+            NUMBER_BEFORE_NAME.sub(r"\1*", text), names, transformations, builtins, evaluate=False
         )
     except (
         tokenize.TokenError,
@@ -103,11 +103,11 @@ def _names() -> tuple[dict[str, Any], dict[str, Any]]:
 
     # As math-verify reads symbols: real, and i as one of them.
     symbols = {letter: sympy.Symbol(letter, real=True) for letter in string.ascii_letters}
-    known = {
+    names = {
         **symbols,
         **{name: getattr(sympy, name) for name in CONSTANTS + FUNCTIONS},
         "e": sympy.E,
         "E": sympy.E,
         "I": symbols["i"],
     }
-    return known, {name: found for name, found in vars(sympy).items() if not name.startswith("_")}
+    return names, {name: value for name, value in vars(sympy).items() if not name.startswith("_")}

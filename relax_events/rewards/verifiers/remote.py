@@ -60,28 +60,28 @@ async def remote_group(
         RewardError: The service did not respond, or not with a list of that length.
     """
     body = {"prompt": prompt, "responses": completions, "label": answer, "metadata": metadata}
-    found = await post_json(
+    reply = await post_json(
         url, body, seconds=request_seconds, retries=retries, token_variable=token_variable
     )
-    if not isinstance(found, list) or len(found) != len(completions):
+    if not isinstance(reply, list) or len(reply) != len(completions):
         raise RewardError(
-            f"{url} must answer with a list of {len(completions)} rewards, got {found!r:.100}"
+            f"{url} must answer with a list of {len(completions)} rewards, got {reply!r:.100}"
         )
-    return [_reward_or_error(url, one) for one in found]
+    return [_reward_or_error(url, one) for one in reply]
 
 
-def _reward(url: str, found: Any) -> Any:
-    if isinstance(found, dict) and "error" in found:
-        raise RewardError(f"{url} says: {found['error']!s:.200}")
-    if isinstance(found, bool) or not isinstance(found, int | float | dict):
+def _reward(url: str, reply: Any) -> Any:
+    if isinstance(reply, dict) and "error" in reply:
+        raise RewardError(f"{url} says: {reply['error']!s:.200}")
+    if isinstance(reply, bool) or not isinstance(reply, int | float | dict):
         raise RewardError(
-            f"{url} must answer with a number or an object of numbers, got {found!r:.100}"
+            f"{url} must answer with a number or an object of numbers, got {reply!r:.100}"
         )
-    return found
+    return reply
 
 
-def _reward_or_error(url: str, found: Any) -> Any:
+def _reward_or_error(url: str, reply: Any) -> Any:
     try:
-        return _reward(url, found)
+        return _reward(url, reply)
     except RewardError as error:
         return error

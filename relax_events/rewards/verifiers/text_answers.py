@@ -29,16 +29,16 @@ def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], promp
 
 def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
     """Explain which number was compared."""
-    wanted, given = final_number(answer), final_number(completion)
+    reference_number, number = final_number(answer), final_number(completion)
     matched_part = (
         f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
     )
     return Explanation(
-        answer=None if given is None else str(given),
-        location="no number" if given is None else matched_part,
+        answer=None if number is None else str(number),
+        location="no number" if number is None else matched_part,
         why="the reference answer has no number"
-        if wanted is None
-        else f"it {'is' if given == wanted else 'is not'} {wanted}",
+        if reference_number is None
+        else f"it {'is' if number == reference_number else 'is not'} {reference_number}",
     )
 
 
@@ -52,11 +52,11 @@ def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
 def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     """Give 1 for the right final number, else 0.
 
-    The final number stands after `####`, and where there is none it is the last number of the text;
+    The final number stands after `####`; without `####` it is the last number of the text.
     `1,000.0` equals `1000`.
     """
-    wanted, given = final_number(answer), final_number(completion)
-    return float(wanted is not None and wanted == given)
+    reference_number, number = final_number(answer), final_number(completion)
+    return float(reference_number is not None and reference_number == number)
 
 
 @reward(source=SQUAD)
@@ -66,11 +66,11 @@ def squad_exact_match(
     """Give 1 when the answer equals a reference but for case, punctuation, articles and white
     space, else 0.
 
-    The answer is what follows `</think>`, and the content of `<answer>` where there is such a tag.
-    The references are one text or a JSON list of some.
+    The answer is the text after `</think>`, or the content of its `<answer>` tag. The references
+    are one text or a JSON list of texts.
     """
-    given = squad_words(_extract_answer(completion))
-    return float(any(given == squad_words(wanted) for wanted in references(answer)))
+    answer_words = squad_words(_extract_answer(completion))
+    return float(any(answer_words == squad_words(reference) for reference in references(answer)))
 
 
 @reward(source=SQUAD)
@@ -79,8 +79,8 @@ def f1(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -
 
     Words and answer are as in `squad_exact_match`.
     """
-    given = squad_words(_extract_answer(completion))
-    return max(_word_f1(given, squad_words(wanted)) for wanted in references(answer))
+    answer_words = squad_words(_extract_answer(completion))
+    return max(_word_f1(answer_words, squad_words(reference)) for reference in references(answer))
 
 
 def final_number(text: str) -> Decimal | None:
@@ -105,11 +105,11 @@ def _extract_answer(completion: str) -> str:
     return text if tagged is None else tagged
 
 
-def _word_f1(given: list[str], wanted: list[str]) -> float:
-    num_shared = (Counter(given) & Counter(wanted)).total()
+def _word_f1(answer_words: list[str], reference_words: list[str]) -> float:
+    num_shared = (Counter(answer_words) & Counter(reference_words)).total()
     if not num_shared:
         return 0.0
-    return 2 * num_shared / (len(given) + len(wanted))
+    return 2 * num_shared / (len(answer_words) + len(reference_words))
 
 
 LETTER_FORMS = (
@@ -133,13 +133,16 @@ def explain_gpqa(
 ) -> Explanation:
     """Explain which letter the completion chooses."""
     text, choices = final_text(completion), _read_choices(metadata)
-    named, wanted = chosen_letter(text, num_choices=len(choices)), correct_letter(answer, metadata)
+    named, right_letter = (
+        chosen_letter(text, num_choices=len(choices)),
+        correct_letter(answer, metadata),
+    )
     letter = named or _only_choice_in(text, choices)
     matched_part = "a letter" if named else "the text of a choice" if letter else "no choice"
     return Explanation(
         answer=letter,
         location=matched_part,
-        why=f"it {'is' if letter == wanted else 'is not'} the right letter {wanted}",
+        why=f"it {'is' if letter == right_letter else 'is not'} the right letter {right_letter}",
     )
 
 
@@ -161,8 +164,8 @@ def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str)
     Raises:
         ValueError: Neither metadata nor the reference answer name the correct letter.
     """
-    wanted = correct_letter(answer, metadata)
-    return float(explain_gpqa(completion, answer=answer, metadata=metadata).answer == wanted)
+    right_letter = correct_letter(answer, metadata)
+    return float(explain_gpqa(completion, answer=answer, metadata=metadata).answer == right_letter)
 
 
 @reward(source="Answers inside of <answer> tags, as R1-style prompts ask for them")
@@ -176,21 +179,23 @@ def multiple_choice(
         ValueError: The sample has no reference answer.
     """
     tagged = [(one, tagged_answer(one)) for one in references(answer)]
-    wanted = [_label(one if inside is None else inside) for one, inside in tagged]
-    if not all(wanted):
+    reference_labels = [_label(one if inside is None else inside) for one, inside in tagged]
+    if not all(reference_labels):
         raise ValueError(f"the reference answer {answer!r:.40} holds no label; see data.answer_key")
-    given = tagged_answer(completion)
-    return float(given is not None and _label(given) in wanted)
+    tag_answer = tagged_answer(completion)
+    return float(tag_answer is not None and _label(tag_answer) in reference_labels)
 
 
 def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
     """Return the letter that a text chooses, or None; a letter beyond a known number of choices
     is ignored.
     """
-    known = string.ascii_uppercase[: num_choices or None]
+    alphabet = string.ascii_uppercase[: num_choices or None]
     for form in LETTER_FORMS:
-        if found := [letter.upper() for letter in form.findall(text) if letter.upper() in known]:
-            return str(found[-1])
+        if matches := [
+            letter.upper() for letter in form.findall(text) if letter.upper() in alphabet
+        ]:
+            return str(matches[-1])
     return None
 
 
@@ -200,17 +205,17 @@ def correct_letter(answer: str, metadata: dict[str, Any]) -> str:
     Raises:
         ValueError: Neither does.
     """
-    wanted = (
+    letter = (
         str(metadata.get("correct_letter") or _find_letter(answer, _read_choices(metadata)))
         .strip(LABEL_EDGES)
         .upper()
     )
-    if not re.fullmatch("[A-Z]", wanted):
+    if not re.fullmatch("[A-Z]", letter):
         raise ValueError(
-            f"the right letter must be one of A to Z, got {wanted!r:.40}; see "
+            f"the right letter must be one of A to Z, got {letter!r:.40}; see "
             "metadata.correct_letter and data.answer_key"
         )
-    return wanted
+    return letter
 
 
 def _read_choices(metadata: dict[str, Any]) -> list[str]:
@@ -232,12 +237,12 @@ def _find_letter(answer: str, choices: list[str]) -> str:
 
 def _only_choice_in(text: str, choices: list[str]) -> str | None:
     spaced = f" {' '.join(squad_words(text))} "
-    found = [
+    labels = [
         _letter(index)
         for index, choice in enumerate(choices)
         if f" {' '.join(squad_words(choice))} " in spaced
     ]
-    return found[0] if len(found) == 1 else None
+    return labels[0] if len(labels) == 1 else None
 
 
 def _letter(index: int) -> str:

@@ -2,7 +2,7 @@
 
 Python calls an audit hook before each compilation. Within `guard_texts`, each source
 must be a literal or, in sympy's parser, arithmetic; anything else raises before it runs. Writing
-files, starting processes, connecting and native calls raise as well. This is the inner one of two
+files, starting processes, connecting and native calls raise as well. This is the inner of two
 walls: the process of a verifier is confined.
 """
 
@@ -63,7 +63,7 @@ _state = _State()
 def guard_texts() -> Iterator[None]:
     """Refuse, in this thread and context, everything that a text must not do.
 
-    A refusal raises `RefusedTextError`, or `PermissionError` for what is no compilation.
+    A refused compilation raises `RefusedTextError`, any other refused event `PermissionError`.
     """
     _install()
     before, _state.is_scoring = _state.is_scoring, True
