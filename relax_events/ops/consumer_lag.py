@@ -101,7 +101,7 @@ def read_partition_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
     """
     with RunLog(config, name="lag") as log:
         owners = find_slot_owners(
-            (found.event for found in log.versions.values()), num_slots=log.plan.num_slots
+            (record.event for record in log.versions.values()), num_slots=log.plan.num_slots
         )
         inputs = {
             role: (log.plan.consumer_group(role), list_input_partitions(config, role))
@@ -116,7 +116,7 @@ def read_partition_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
         rows = [
             row
             for role, (group, topic_partitions) in inputs.items()
-            for row in _lag_of(log.plan, admin, role, group, topic_partitions, owners)
+            for row in _compute_lag(log.plan, admin, role, group, topic_partitions, owners)
         ]
         oldest = _oldest_unread(log, rows)
     return [
@@ -127,7 +127,7 @@ def read_partition_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
     ]
 
 
-def _lag_of(
+def _compute_lag(
     plan: TopicPlan,
     admin: Admin,
     role: str,
@@ -181,17 +181,17 @@ def _oldest_unread(
 
     Roles at different offsets of one partition are read one after the other, a record each.
     """
-    found: dict[tuple[TopicPartition, int], int] = {}
-    wanted = {(row.topic_partition, row.position) for row in rows if row.num_records}
-    while wanted:
+    timestamps: dict[tuple[TopicPartition, int], int] = {}
+    unread = {(row.topic_partition, row.position) for row in rows if row.num_records}
+    while unread:
         spans = {
             topic_partition: (position, position + 1)
-            for topic_partition, position in sorted(wanted)
+            for topic_partition, position in sorted(unread)
         }
         for record in log.records(spans):
-            found[(record.topic, record.partition), record.offset] = record.timestamp_ms
-        wanted -= {(topic_partition, start) for topic_partition, (start, _) in spans.items()}
-    return found
+            timestamps[(record.topic, record.partition), record.offset] = record.timestamp_ms
+        unread -= {(topic_partition, start) for topic_partition, (start, _) in spans.items()}
+    return timestamps
 
 
 def sum_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
@@ -200,7 +200,7 @@ def sum_by_slot(rows: Iterable[PartitionLag], *, now_ms: int) -> list[LagRow]:
     for row in rows:
         groups.setdefault((row.role, row.slot), []).append(row)
     return [
-        _sum_of(
+        _sum_rows(
             members, role=role, slot=slot, policy_version=members[0].policy_version, now_ms=now_ms
         )
         for (role, slot), members in groups.items()
@@ -236,14 +236,14 @@ def sum_by_member(
         )
         held.setdefault(key, []).append(row)
     return [
-        _sum_of(
+        _sum_rows(
             members, role=role, member=name, host=host, partitions=_span(members), now_ms=now_ms
         )
         for (role, name, host), members in sorted(held.items())
     ]
 
 
-def _sum_of(
+def _sum_rows(
     rows: list[PartitionLag],
     *,
     role: str,

@@ -17,7 +17,7 @@ from relax_events.errors import RelaxError
 
 
 def main() -> int:
-    """Convert what the parent asks for."""
+    """Serve the parent's conversions."""
     served = Served()
     served.report_ready({})
     served.serve(partial(_convert, served.setup))

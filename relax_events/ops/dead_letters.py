@@ -173,20 +173,19 @@ class Selection:
             raise ConfigError(
                 "say which dead letters: --id ID, --role ROLE, --reason CLASS or --all"
             )
-        known = {dead_letter.id: dead_letter for dead_letter in dead_letters}
+        by_id = {dead_letter.id: dead_letter for dead_letter in dead_letters}
         for name in self.ids:
             parse_id(name)
-            if name not in known:
+            if name not in by_id:
                 raise ConfigError(
-                    f"there is no dead letter {name}; relax deadletter list shows those that "
-                    "there are"
+                    f"there is no dead letter {name}; relax deadletter list shows all dead letters"
                 )
-            if known[name].resolution and not self.include_resolved:
+            if by_id[name].resolution and not self.include_resolved:
                 raise ConfigError(
-                    f"dead letter {name} is {known[name].resolution} already; give --force "
+                    f"dead letter {name} is {by_id[name].resolution} already; give --force "
                     "to do it once more"
                 )
-        named = [known[name] for name in dict.fromkeys(self.ids)] or [
+        named = [by_id[name] for name in dict.fromkeys(self.ids)] or [
             dead_letter
             for dead_letter in dead_letters
             if self.include_resolved or not dead_letter.resolution
@@ -249,13 +248,10 @@ def require_origin(dead_letter: DeadLetter, plan: TopicPlan) -> None:
     )
     sizes = {plan.topic(entity): counts[entity] for entity in reads if entity in counts}
     if not 0 <= dead_letter.origin_partition < sizes.get(dead_letter.origin_topic, 0):
-        rule = (
-            f"records of {dead_letter.role} go back to "
-            f"{', '.join(plan.parse_entity(topic) for topic in sizes)}"
-        )
+        topics = ", ".join(plan.parse_entity(topic) for topic in sizes)
         raise ConfigError(
             f"dead letter {dead_letter.id} names its origin as {dead_letter.origin or 'nowhere'}: "
-            f"{rule}; drop it"
+            f"records of {dead_letter.role} go back to {topics}; drop it"
         )
 
 

@@ -23,8 +23,8 @@ from relax_events.topics.partitions import TopicPartition
 
 @dataclass(frozen=True, slots=True)
 class DependentRun:
-    """A run that replays this one; `offsets` are those of the first records that it may still need,
-    by topic partition.
+    """A run that replays this one; `offsets` are the offsets of the first records that it may still
+    need, by topic partition.
     """
 
     run_id: str
@@ -32,8 +32,8 @@ class DependentRun:
     offsets: Mapping[TopicPartition, int]
 
     def oldest_version(self, plan: TopicPlan, published: Iterable[PolicyVersionPublished]) -> int:
-        """Return the oldest published version whose records it may still need; -1 where none is
-        published.
+        """Return the oldest published version whose records it may still need; -1 without a
+        published version.
         """
         oldest_in_slot: dict[int, int] = {}
         for event in sorted(published, key=lambda event: event.policy_version):
@@ -56,14 +56,14 @@ def find_dependent_runs(plan: TopicPlan, admin: Admin, inventory: Inventory) -> 
     topic_partitions = [
         (plan.topic(TRAINING_SAMPLES), partition) for partition in range(plan.num_sample_partitions)
     ]
-    found = []
+    runs = []
     for group in inventory.groups("relax."):
         _, run_id, *role = group.split(".", 2)
         if role != [DEPENDENT_RUN] or run_id == plan.run_id:
             continue
         committed = admin.committed_offsets(group, topic_partitions)
         if committed and NO_RECORDS_NEEDED not in committed.values():
-            found.append(
+            runs.append(
                 DependentRun(
                     run_id,
                     group,
@@ -73,7 +73,7 @@ def find_dependent_runs(plan: TopicPlan, admin: Admin, inventory: Inventory) -> 
                     },
                 )
             )
-    return found
+    return runs
 
 
 def dependent_run_bounds(
@@ -111,7 +111,7 @@ def describe_dependent_runs(config: RunConfig) -> str:
         if not followers:
             return "none"
         with RunLog(config, name="followers") as log:
-            published = [found.event for found in log.versions.values()]
+            published = [record.event for record in log.versions.values()]
         begins = admin.beginning_offsets(
             [topic_partition for follower in followers for topic_partition in follower.offsets]
         )
@@ -129,9 +129,9 @@ def describe_dependent_runs(config: RunConfig) -> str:
             if offset and offset < begins[topic_partition]
         ]:
             where = f"{lost[0][0]}[{lost[0][1]}]@{follower.offsets[lost[0]]}"
-            rule = f"run.follower_versions = {limit} keeps no more for it; raise it for future runs"
             raise CheckFailed(
-                f"{texts[-1]}, and {where} is purged: {rule}, or delete run "
+                f"{texts[-1]}, and {where} is purged: run.follower_versions = {limit} keeps no "
+                "more for it; raise it for future runs, or delete run "
                 f"{follower.run_id} if it is abandoned"
             )
     return f"{'; '.join(texts)}; up to {limit} versions are kept for them"

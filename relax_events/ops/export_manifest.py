@@ -27,8 +27,8 @@ MAX_MANIFEST_BYTES = 64 * 1024**2
 MAX_PARTITIONS = 10_000
 """Of a topic."""
 MAX_HEAD_BYTES, MAX_RECORD_OVERHEAD_BYTES = 1024**2, 1024
-"""What a partition's file has besides the records' own bytes, which may be packed, or a little
-longer than they are: its head, and for each record its offset, time and lengths."""
+"""Maximum bytes of a partition's file in addition to its records: its head, and for each record
+offset, time and lengths. Packed records may be a little longer than the records themselves."""
 ENTITY = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)*")
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 STRICT = ConfigDict(extra="forbid", strict=True)
@@ -97,7 +97,7 @@ class Manifest:
         """Read the manifest.
 
         Raises:
-            ConfigError: There is none, it has another format, or says what no export does.
+            ConfigError: It is missing, has another format, or has values that no export writes.
         """
         try:
             tree = json.loads(_read_manifest(folder))
@@ -107,7 +107,7 @@ class Manifest:
                     "use the release that wrote it"
                 )
             manifest: Manifest = _adapter().validate_json(json.dumps(tree))
-            _require_sound(manifest)
+            _require_valid(manifest)
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
@@ -141,11 +141,11 @@ def partition_file(entity: str, partition: int) -> str:
     return f"{entity}/{partition:05d}.avro"
 
 
-def _require_sound(manifest: Manifest) -> None:
-    """Refuse a manifest that names what no export does: other paths, keys or partitions.
+def _require_valid(manifest: Manifest) -> None:
+    """Refuse a manifest with paths, keys or partitions that no export writes.
 
     Raises:
-        ValueError: It does; the text names the first.
+        ValueError: A path, key or partition is invalid; the text names the first.
     """
     for entity, topic in manifest.topics.items():
         num_partitions = topic.get("num_partitions")
@@ -157,8 +157,8 @@ def _require_sound(manifest: Manifest) -> None:
                 "may be"
             )
     for item in manifest.partitions:
-        known = manifest.topics.get(item.entity, {}).get("num_partitions", 0)
-        if item.partition >= known or item.begin > item.end:
+        topic_size = manifest.topics.get(item.entity, {}).get("num_partitions", 0)
+        if item.partition >= topic_size or item.begin > item.end:
             raise ValueError(
                 f"{item.entity[:80]!r}[{item.partition}] is no partition of its topics, or ends at "
                 f"{item.end} before it begins at {item.begin}"

@@ -80,5 +80,5 @@ def _convert_apart(
 
 
 def _find_error(name: str) -> type[RelaxError]:
-    found = getattr(errors, name, ConfigError)
-    return found if issubclass(found, RelaxError) else ConfigError
+    error_class = getattr(errors, name, ConfigError)
+    return error_class if issubclass(error_class, RelaxError) else ConfigError

@@ -1,6 +1,6 @@
 """Converts weights between a folder in Hugging Face layout and a distributed checkpoint of
-megatron-core: the decoder's under megatron-core's names, those of towers for images and audio under
-`towers.` and their names in transformers.
+megatron-core: the decoder's weights under megatron-core's names, the weights of towers for images
+and audio under `towers.` and their names in transformers.
 
 A distributed checkpoint has the whole model whatever its topology: megatron-core cuts it when a run
 of any tensor, pipeline or expert parallelism loads it. So a conversion has no topology either. It
@@ -44,7 +44,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A written folder; `num_bytes` are those of the weights."""
+    """A written folder; `num_bytes` is the size of the weights."""
 
     folder: str
     format: str

@@ -41,14 +41,14 @@ class ResetTarget:
     to_end: bool = False
 
     def __post_init__(self) -> None:
-        given = [
+        options = [
             self.version is not None,
             self.time_ms is not None,
             bool(self.offsets),
             self.to_beginning,
             self.to_end,
         ]
-        if sum(given) != 1:
+        if sum(options) != 1:
             raise ConfigError(
                 "a reset needs one of --to-version, --to-time, --to-offset, --to-beginning, "
                 "--to-end"
@@ -94,13 +94,15 @@ def plan_reset(config: RunConfig, admin: Admin, role: str, target: ResetTarget) 
     """
     inputs = list_role_inputs(config)
     if role not in inputs:
-        others = f"those of this run that do are {', '.join(inputs) or 'none'}"
-        because = (
-            "its share group keeps its state on the broker"
-            if role == "rollout" and inputs
-            else others
+        if role == "rollout" and inputs:
+            raise ConfigError(
+                "role 'rollout' reads nothing by committed offsets: its share group keeps its "
+                "state on the broker"
+            )
+        raise ConfigError(
+            f"role {role!r} reads nothing by committed offsets: the roles of this run that do are "
+            f"{', '.join(inputs) or 'none'}"
         )
-        raise ConfigError(f"role {role!r} reads nothing by committed offsets: {because}")
     plan = TopicPlan.from_config(config)
     topic_partitions = list_input_partitions(config, role)
     begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
@@ -132,7 +134,7 @@ def resolve_target(
     """Return the target offset of each topic partition."""
     if target.version is not None:
         with RunLog(config, name="reset") as log:
-            published = [found.event for found in log.versions.values()]
+            published = [record.event for record in log.versions.values()]
         return find_version_offsets(
             TopicPlan.from_config(config),
             published,
@@ -157,7 +159,8 @@ def find_version_offsets(
 ) -> dict[TopicPartition, int]:
     """Return the first offset of this version's and newer records in each partition.
 
-    A slot that no such version owns yet holds older records only: its offset is the end.
+    A slot that is not owned by this or a newer version holds older records only: its offset is the
+    end.
 
     Raises:
         ConfigError: The version was never published, or the topics are not ordered by versions.
@@ -166,7 +169,7 @@ def find_version_offsets(
         newest = max((event.policy_version for event in published), default=-1)
         raise ConfigError(
             f"policy version {version} was not published; the newest is {newest}; give "
-            "--to-version one that was"
+            "--to-version a published version"
         )
     if any(plan.parse_entity(topic) == "prompt.groups" for topic, _ in topic_partitions):
         raise ConfigError(
@@ -193,7 +196,7 @@ def parse_offsets(
     Raises:
         ConfigError: A text is malformed, or names no partition that the role reads.
     """
-    found = {}
+    offsets = {}
     for text in texts:
         match = OFFSET_PATTERN.fullmatch(text)
         if match is None:
@@ -212,8 +215,8 @@ def parse_offsets(
                 f"--to-offset {text!r} is not read by the role; it reads "
                 f"{', '.join(readable)}, partitions below {len(topic_partitions)}"
             )
-        found[topic_partition] = int(match["offset"])
-    return found
+        offsets[topic_partition] = int(match["offset"])
+    return offsets
 
 
 def parse_time_ms(text: str) -> int:

@@ -1,5 +1,5 @@
-"""Deletes records that only policy versions older than the retained ones own, and never one that is
-still needed.
+"""Deletes records that only policy versions older than the retained versions own, and never a
+record that is still needed.
 
 A record may be deleted up to the lowest of these offsets:
 
@@ -7,7 +7,7 @@ A record may be deleted up to the lowest of these offsets:
     groups      the committed offset of every role that reads it
     recovery    the first record of any step after the newest usable checkpoint, and the
                 trainer's next offset
-    critic      (where there is one) the first record of any step after its newest checkpoint
+    critic      (in a run with a critic) the first record of any step after its newest checkpoint
     followers   the checkpoint of every run that trains this run's samples, unless it is more than
                 `run.follower_versions` behind the retained versions
     slots       (prompt queue) the first record whose batch slot was not trained for a version
@@ -53,7 +53,7 @@ class DeleteRange:
 
 @dataclass(frozen=True, slots=True)
 class QueuedGroup:
-    """A record of the prompt queue; `issued` is None where it can't be read."""
+    """A record of the prompt queue; `issued` is None if it can't be read."""
 
     partition: int
     offset: int
@@ -75,14 +75,14 @@ def oldest_retained(
         before_version: Delete records of older versions.
     """
     retained = run.retain_versions
-    wanted = (
+    first_version = (
         before_version
         if before_version is not None
         else newest_version - retained + 1
         if retained
         else 0
     )
-    return max(min(wanted, newest_version - run.max_staleness), 0)
+    return max(min(first_version, newest_version - run.max_staleness), 0)
 
 
 def version_bounds(
@@ -162,7 +162,7 @@ def recovery_bounds(
 
     Args:
         plan: The run's topics.
-        steps: The committed steps, at least those from the checkpoint's version on.
+        steps: The committed steps, at least the steps from the checkpoint's version on.
         checkpoint_version: Of the newest usable checkpoint; 0 when there is none.
         positions: Offsets that the steps have consumed, by entity and partition.
     """
@@ -235,17 +235,17 @@ def group_bounds(config: RunConfig, admin: Admin) -> dict[str, Bounds]:
 
 
 def bounded_ranges(
-    begins: Bounds, wanted: Bounds, bounds: Mapping[str, Bounds]
+    begins: Bounds, targets: Bounds, bounds: Mapping[str, Bounds]
 ) -> list[DeleteRange]:
-    """Return the ranges to delete: up to the wanted offsets, and not beyond any bound.
+    """Return the ranges to delete: up to the target offsets, and not beyond any bound.
 
     Args:
         begins: The oldest available offset, by topic partition.
-        wanted: The first offset to keep, by topic partition.
+        targets: The first offset to keep, by topic partition.
         bounds: The first offset that others still need, by their name.
     """
     ranges = []
-    for topic_partition, target in sorted(wanted.items()):
+    for topic_partition, target in sorted(targets.items()):
         limits = [
             (target, "versions"),
             *(

@@ -55,7 +55,7 @@ def read_completions(
     Args:
         log: The run's log.
         versions: Policy versions.
-        scorers: If one of them scores prompt groups, their samples stay together; those of
+        scorers: If a scorer scores prompt groups, their samples stay together, and samples of
             incomplete groups come last.
     """
     by_group = any(scorer.takes_prompt_group for scorer in scorers)
@@ -84,19 +84,21 @@ def read_completions(
 
 
 def select_versions(log: RunLog, versions: Bounds) -> range:
-    """Return those of the given versions that a run has."""
+    """Return the part of the given versions that a run has."""
     return integer_range(max(versions[0], 0), min(versions[1], log.newest_version))
 
 
 class RecordedScores:
-    """The scores that a run's own reward function gave. Holds those of one partition."""
+    """The scores that a run's own reward function gave. Holds the scores of one partition."""
 
     name = "recorded"
 
     def __init__(self, log: RunLog, versions: Bounds) -> None:
         self._log = log
         spans = log.offset_ranges("reward.scores", select_versions(log, versions))
-        self._spans = {place[1]: {place: span} for place, span in spans.items()}
+        self._spans = {
+            topic_partition[1]: {topic_partition: span} for topic_partition, span in spans.items()
+        }
         self._partition, self._results = -1, Results()
 
     def score(self, batch: Sequence[Completion]) -> list[Result]:
@@ -115,8 +117,8 @@ class RecordedScores:
 
 
 class KeptScores:
-    """Scores samples by a function and writes the scores to a topic; what the topic holds already
-    is not scored again. Holds the scores of one partition.
+    """Scores samples by a function and writes the scores to a topic; samples with a score in the
+    topic are not scored again. Holds the scores of one partition.
     """
 
     def __init__(

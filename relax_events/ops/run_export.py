@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportFilter:
-    """Selects what is exported. Control topics are small and always exported completely."""
+    """Selects topics and versions. Control topics are small and always exported completely."""
 
     entities: tuple[str, ...] = ()
     versions: range | None = None
@@ -80,7 +80,7 @@ def export_run(
     config: RunConfig,
     admin: Admin,
     folder: Path,
-    wanted: ExportFilter,
+    selection: ExportFilter,
     *,
     with_objects: bool,
     report: Report,
@@ -94,7 +94,7 @@ def export_run(
         config: The run, with the broker's address filled in.
         admin: Of its broker.
         folder: Created if missing.
-        wanted: What is exported.
+        selection: The topics and versions to export.
         with_objects: Copy the run's object store too: weights, checkpoints, media.
         report: Called with a line for each finished file.
     Raises:
@@ -102,8 +102,8 @@ def export_run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     with RunLog(config, name="export") as log:
-        manifest = _load_started(folder, config.run, wanted) or _plan_export(
-            config, admin, log, wanted
+        manifest = _load_started(folder, config.run, selection) or _plan_export(
+            config, admin, log, selection
         )
         manifest.save(folder)
         reader = LogReader(log.connection)
@@ -111,7 +111,11 @@ def export_run(
             for item in manifest.partitions:
                 if not _is_written(folder, item):
                     _write(
-                        folder, item, reader, (log.plan.topic(item.entity), item.partition), wanted
+                        folder,
+                        item,
+                        reader,
+                        (log.plan.topic(item.entity), item.partition),
+                        selection,
                     )
                     manifest.save(folder)
                     report(f"{item.file}: {item.num_records} records, {item.num_bytes} bytes")
@@ -124,11 +128,11 @@ def export_run(
     return manifest
 
 
-def _load_started(folder: Path, run: RunSection, wanted: ExportFilter) -> Manifest | None:
+def _load_started(folder: Path, run: RunSection, selection: ExportFilter) -> Manifest | None:
     if not (folder / MANIFEST).exists():
         return None
     manifest = Manifest.load(folder)
-    if manifest.run_id != run.id or manifest.filters != wanted.describe():
+    if manifest.run_id != run.id or manifest.filters != selection.describe():
         raise ConfigError(
             f"{folder} holds an export of run {manifest.run_id} with filters "
             f"{manifest.filters}; name another folder"
@@ -136,52 +140,52 @@ def _load_started(folder: Path, run: RunSection, wanted: ExportFilter) -> Manife
     return manifest
 
 
-def _plan_export(config: RunConfig, admin: Admin, log: RunLog, wanted: ExportFilter) -> Manifest:
+def _plan_export(config: RunConfig, admin: Admin, log: RunLog, selection: ExportFilter) -> Manifest:
     """Fix the end offsets: control topics first, so that everything they name lies below the sample
     topics' end offsets.
     """
-    found = {
+    states = {
         log.plan.parse_entity(name): state
         for name, state in admin.topics(log.plan.topic("")).items()
     }
-    if missing := sorted(set(wanted.entities) - found.keys()):
+    if missing := sorted(set(selection.entities) - states.keys()):
         raise ConfigError(
-            f"run {config.run.id} has no topic {missing[0]!r}; it has {', '.join(sorted(found))}"
+            f"run {config.run.id} has no topic {missing[0]!r}; it has {', '.join(sorted(states))}"
         )
     spans: dict[TopicPartition, tuple[int, int]] = {}
     for entity in sorted(
-        filter(wanted.includes_topic, found),
+        filter(selection.includes_topic, states),
         key=lambda entity: (not entity.startswith("control."), entity),
     ):
-        spans |= _spans(admin, log, entity, found[entity].num_partitions, wanted)
+        spans |= _spans(admin, log, entity, states[entity].num_partitions, selection)
     partitions = [
         ExportedPartition(
             entity := log.plan.parse_entity(topic),
             partition,
             begin,
             end,
-            "compact" in found[entity].settings.get("cleanup.policy", ""),
+            "compact" in states[entity].settings.get("cleanup.policy", ""),
             partition_file(entity, partition),
         )
         for (topic, partition), (begin, end) in spans.items()
     ]
     topics: dict[str, dict[str, Any]] = {
         entity: {"num_partitions": state.num_partitions, "settings": dict(state.settings)}
-        for entity, state in found.items()
-        if wanted.includes_topic(entity)
+        for entity, state in states.items()
+        if selection.includes_topic(entity)
     }
     return Manifest(
         config.run.id,
         topics,
         partitions,
         _committed(config, admin, log),
-        wanted.describe(),
+        selection.describe(),
         config.objects_uri,
     )
 
 
 def _spans(
-    admin: Admin, log: RunLog, entity: str, num_partitions: int, wanted: ExportFilter
+    admin: Admin, log: RunLog, entity: str, num_partitions: int, selection: ExportFilter
 ) -> dict[TopicPartition, tuple[int, int]]:
     """Return the offset range of each partition; with versions given, only the range between their
     starts.
@@ -195,10 +199,11 @@ def _spans(
         topic_partition: (begins[topic_partition], ends[topic_partition])
         for topic_partition in topic_partitions
     }
-    if wanted.versions is None or entity not in SAMPLE_TOPICS:
+    if selection.versions is None or entity not in SAMPLE_TOPICS:
         return spans
     owned = log.offset_ranges(
-        entity, range(wanted.versions.start, min(wanted.versions.stop, log.newest_version + 1))
+        entity,
+        range(selection.versions.start, min(selection.versions.stop, log.newest_version + 1)),
     )
     return {
         topic_partition: _intersect(span, owned.get(topic_partition, (span[1], span[1])))
@@ -216,12 +221,12 @@ def _committed(
     """Return the committed offsets of every role, as (entity, partition, offset)."""
     committed = {}
     for role in list_role_inputs(config):
-        found = admin.committed_offsets(
+        offsets = admin.committed_offsets(
             log.plan.consumer_group(role), list_input_partitions(config, role)
         )
         committed[role] = [
             (log.plan.parse_entity(topic), partition, offset)
-            for (topic, partition), offset in sorted(found.items())
+            for (topic, partition), offset in sorted(offsets.items())
         ]
     return committed
 
@@ -235,7 +240,7 @@ def _write(
     item: ExportedPartition,
     reader: LogReader,
     topic_partition: TopicPartition,
-    wanted: ExportFilter,
+    selection: ExportFilter,
 ) -> None:
     path = folder / item.file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +248,7 @@ def _write(
     digest = RecordsDigest(with_offsets=not item.is_compacted)
     with ContainerWriter(fresh) as writer:
         for record in _chosen(
-            reader, {topic_partition: (item.begin, item.end)}, item.entity, wanted
+            reader, {topic_partition: (item.begin, item.end)}, item.entity, selection
         ):
             writer.write(record)
             digest.add(record)
@@ -260,19 +265,19 @@ def _chosen(
     reader: LogReader,
     spans: dict[TopicPartition, tuple[int, int]],
     entity: str,
-    wanted: ExportFilter,
+    selection: ExportFilter,
 ) -> Iterator[LoggedRecord]:
     records = reader.stream_raw(spans)
-    return filter(wanted.includes_record, records) if entity in SAMPLE_TOPICS else records
+    return filter(selection.includes_record, records) if entity in SAMPLE_TOPICS else records
 
 
 def _copy_objects(config: RunConfig, folder: Path, manifest: Manifest, report: Report) -> None:
     """Copy every object that is missing in the folder."""
     store = ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
     manifest.objects_uri = store.uri("")
-    known: Collection[str] = {item.key for item in manifest.objects}
+    copied_keys: Collection[str] = {item.key for item in manifest.objects}
     for key in store.list(""):
-        if key in known or key == MARKER:
+        if key in copied_keys or key == MARKER:
             continue
         data = store.get_at(key)
         path = folder / "objects" / key

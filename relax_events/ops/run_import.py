@@ -70,14 +70,17 @@ def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPl
     """
     plan = TopicPlan.from_config(config)
     specs = [_topic_spec(plan, entity, topic) for entity, topic in manifest.topics.items()]
-    found = admin.topics(plan.topic(""))
+    topic_states = admin.topics(plan.topic(""))
     unfinished = [
         spec.name
         for spec in specs
-        if spec.name in found and found[spec.name].settings.items() >= IMPORT_SETTINGS.items()
+        if spec.name in topic_states
+        and topic_states[spec.name].settings.items() >= IMPORT_SETTINGS.items()
     ]
     present = [
-        item for item in manifest.partitions if plan.topic(item.entity) in found.keys() - unfinished
+        item
+        for item in manifest.partitions
+        if plan.topic(item.entity) in topic_states.keys() - unfinished
     ]
     ends = admin.end_offsets((plan.topic(item.entity), item.partition) for item in present)
     done = []

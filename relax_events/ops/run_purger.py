@@ -58,7 +58,7 @@ SAMPLED_RECORDS = 20
 
 @dataclass(slots=True)
 class RetentionState:
-    """What a purge needs to know, folded from the control log.
+    """The state that a purge needs, folded from the control log.
 
     Events are applied in log order within each topic; topics have no order among each other.
     """
@@ -79,7 +79,7 @@ class RetentionState:
             self.steps.append(event)
             advance_positions(self.positions, event.consumed)
         elif isinstance(event, PolicyVersionPublished):
-            if not self.published:  # what it counts lies before the records that are read
+            if not self.published:  # the steps that it counts lie before the records that are read
                 self.num_steps_before += event.num_steps_before
             self.published[event.policy_version] = event
         elif isinstance(event, PromptGroupEnded):
@@ -139,7 +139,7 @@ class Purger:
             config: The run.
             connection: To its broker.
             store: Where its checkpoints lie.
-            codec: One that learns the schemas of the run's writers.
+            codec: A codec that learns the schemas of the run's writers.
         """
         self._config, self._connection, self._store, self._codec = config, connection, store, codec
         self._plan = TopicPlan.from_config(config)
@@ -155,19 +155,19 @@ class Purger:
 
         Args:
             state: The retention state.
-            before_version: Delete records of older versions; by default those that
+            before_version: Delete records of older versions; by default records of versions that
                 `run.retain_versions` doesn't retain.
         """
         oldest = oldest_retained(
             self._config.run, newest_version=state.newest_version, before_version=before_version
         )
-        wanted = version_bounds(self._plan, state.published.values(), before_version=oldest)
+        targets = version_bounds(self._plan, state.published.values(), before_version=oldest)
         queue = [
             (self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)
         ]
-        begins = self._admin.beginning_offsets([*wanted, *queue])
+        begins = self._admin.beginning_offsets([*targets, *queue])
         queued = self._queued(begins, queue)
-        wanted |= queue_bounds(
+        targets |= queue_bounds(
             self._plan, queued, ended=state.ended, trained=state.trained, before_version=oldest
         )
         state.keep_only([group.issued for group in queued if group.issued is not None])
@@ -185,7 +185,7 @@ class Purger:
             | {"recovery": recovery}
             | self._critic_bounds(state)
         )
-        return bounded_ranges(begins, wanted, bounds | self._follower_bounds(state, oldest))
+        return bounded_ranges(begins, targets, bounds | self._follower_bounds(state, oldest))
 
     def purge(self, ranges: list[DeleteRange], state: RetentionState) -> Counter[str]:
         """Delete the ranges, then the objects of versions that have no records left; return the
@@ -231,10 +231,10 @@ class Purger:
             reader.close()
         counts = {delete_range.topic_partition: delete_range.num_records for delete_range in ranges}
         return {
-            topic_partition: round(sum(found) / len(found) * counts[topic_partition])
-            if found
+            topic_partition: round(sum(record_sizes) / len(record_sizes) * counts[topic_partition])
+            if record_sizes
             else 0
-            for topic_partition, found in sizes.items()
+            for topic_partition, record_sizes in sizes.items()
         }
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Checks that schemas evolve compatibly: every release and every writer of a run can read what the
-current code writes, and the reverse. Publishes them on a run's log before its workers start, which
-may not.
+"""Checks that schemas evolve compatibly: every release and every writer of a run can read the
+records of the current code, and the reverse. Publishes them on a run's log before its workers
+start: workers may not publish schemas.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
         ConfigError: The broker has no topics of this run.
     """
     current = current_release(directory)
-    found = []
+    incompatibilities = []
     for fingerprint, schema in read_published_schemas(config):
         name = get_full_name(schema)
         if name in current.schemas:
-            found += compare(
+            incompatibilities += compare(
                 schema,
                 current.schemas[name],
                 old=f"the run's writer ({fingerprint})",
@@ -77,10 +77,10 @@ def check_run(config: RunConfig, directory: Path) -> list[Incompatibility]:
                 f"the run has a writer of such records ({fingerprint}), {current.version} has no "
                 "schema for them"
             )
-            found.append(
+            incompatibilities.append(
                 Incompatibility(name, "", what, "read them with the release that wrote them")
             )
-    return found
+    return incompatibilities
 
 
 def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
@@ -176,7 +176,7 @@ def build_release(directory: Path, version: str) -> Release:
 
 def find_unreleased(directory: Path) -> list[str]:
     """Return the events whose schemas are in no release as they stand, by full name."""
-    known = {
+    released_fingerprints = {
         schema_fingerprint(schema)
         for release in read_releases(directory)
         for schema in release.schemas.values()
@@ -184,5 +184,5 @@ def find_unreleased(directory: Path) -> list[str]:
     return sorted(
         name
         for name, schema in current_release(directory).schemas.items()
-        if schema_fingerprint(schema) not in known
+        if schema_fingerprint(schema) not in released_fingerprints
     )

@@ -93,7 +93,7 @@ def _make_certificates(
         make_broker_certificate,
     )
 
-    wanted = {EMBEDDED_HOST: LOCAL_HOSTS, **{host: (host,) for host in hosts}}
+    hosts_by_certificate = {EMBEDDED_HOST: LOCAL_HOSTS, **{host: (host,) for host in hosts}}
     written = []
     if not folder.ca_file.exists():
         authority = make_authority(lifetime=CA_LIFETIME)
@@ -102,7 +102,7 @@ def _make_certificates(
         written += [folder.ca_key_file, folder.ca_file]
     missing = {
         name: names
-        for name, names in wanted.items()
+        for name, names in hosts_by_certificate.items()
         if renew or not folder.broker_file(name).exists()
     }
     if missing and not folder.ca_key_file.exists():
@@ -171,7 +171,7 @@ def security_folder(broker: BrokerConfig) -> SecurityFolder:
     """Return the run's security folder.
 
     Raises:
-        ConfigError: None is set.
+        ConfigError: broker.credentials is not set.
     """
     if broker.credentials is None:
         raise ConfigError(

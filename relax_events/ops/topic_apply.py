@@ -22,7 +22,7 @@ DANGERS = {
     "partitions": (
         "more partitions: existing records stay in partitions where no reader expects them any more"
     ),
-    "retention": "shorter retention: the broker deletes what is older or more",
+    "retention": "shorter retention: the broker deletes records beyond the limit of time or size",
     "cleanup": "another clean-up policy: the broker deletes records that it has kept so far",
     "record-size": "smaller records: records of a size that was accepted so far are refused",
     "durability": "fewer replicas must be written before a record is acknowledged",
@@ -55,18 +55,18 @@ class Change:
 
 
 def plan_changes(
-    specs: list[TopicSpec], found: dict[str, TopicState], *, allow: Collection[str] = ()
+    specs: list[TopicSpec], topic_states: dict[str, TopicState], *, allow: Collection[str] = ()
 ) -> list[Change]:
     """Return the changes that bring the broker to the plan; none when it has all planned topics.
 
     Args:
         specs: The plan.
-        found: The existing topics with the run's prefix.
+        topic_states: The existing topics with the run's prefix.
         allow: Dangers with consent. `delete` makes the topics deletable that are not in the plan.
     """
     changes = []
     for spec in specs:
-        state = found.get(spec.name)
+        state = topic_states.get(spec.name)
         if state is None:
             changes.append(
                 Change(
@@ -78,7 +78,7 @@ def plan_changes(
             )
         else:
             changes += [*_shape_changes(spec, state), *_setting_changes(spec, state)]
-    return changes + _extra_topics(found.keys() - {spec.name for spec in specs}, allow)
+    return changes + _extra_topics(topic_states.keys() - {spec.name for spec in specs}, allow)
 
 
 def _shape_changes(spec: TopicSpec, state: TopicState) -> list[Change]:
@@ -149,7 +149,7 @@ def find_danger(key: str, old: str | None, new: str) -> str:
 
 
 def count_records_at_risk(
-    changes: Iterable[Change], admin: Admin, found: Mapping[str, TopicState]
+    changes: Iterable[Change], admin: Admin, topic_states: Mapping[str, TopicState]
 ) -> dict[str, int]:
     """Return the number of records of topics with a dangerous change: the maximum that would be
     lost or misplaced.
@@ -158,7 +158,7 @@ def count_records_at_risk(
     topic_partitions = [
         (topic, partition)
         for topic in sorted(topics)
-        for partition in range(found[topic].num_partitions)
+        for partition in range(topic_states[topic].num_partitions)
     ]
     begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
     at_stake: dict[str, int] = {}

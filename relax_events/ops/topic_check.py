@@ -40,17 +40,17 @@ class TopicFinding:
 def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
     """Run all checks; problems come first."""
     plan = TopicPlan.from_config(config)
-    found = admin.topics(plan.topic(""))
+    topic_states = admin.topics(plan.topic(""))
     findings = [
-        *drift_findings(plan_changes(plan.specs(), found)),
-        *partition_findings(admin.partitions(plan.topic("")), found),
+        *drift_findings(plan_changes(plan.specs(), topic_states)),
+        *partition_findings(admin.partitions(plan.topic("")), topic_states),
     ]
-    if plan.topic("control.commands") in found:
+    if plan.topic("control.commands") in topic_states:
         with RunLog(config, name="check") as log:
             over = has_ended(log)
             findings += dead_letter_findings(read_dead_letters(log))
         findings += group_findings(config, admin.groups(plan.consumer_group("")), is_over=over)
-        findings += transaction_findings(admin, found, is_over=over)
+        findings += transaction_findings(admin, topic_states, is_over=over)
     return sorted(findings, key=lambda finding: finding.is_good)
 
 
@@ -84,7 +84,7 @@ def drift_findings(changes: Iterable[Change]) -> Iterator[TopicFinding]:
 
 
 def partition_findings(
-    partitions: Iterable[PartitionState], found: Mapping[str, TopicState]
+    partitions: Iterable[PartitionState], topic_states: Mapping[str, TopicState]
 ) -> Iterator[TopicFinding]:
     """Report partitions without a leader, with replicas out of sync, or with too few of them to be
     written.
@@ -94,8 +94,8 @@ def partition_findings(
         count += 1
         topic_partition = f"{state.topic}[{state.partition}]"
         needed = (
-            int(found[state.topic].settings.get("min.insync.replicas", "1"))
-            if state.topic in found
+            int(topic_states[state.topic].settings.get("min.insync.replicas", "1"))
+            if state.topic in topic_states
             else 1
         )
         missing = sorted(set(state.replicas) - set(state.in_sync))
@@ -157,14 +157,14 @@ def group_findings(
 
 
 def transaction_findings(
-    admin: Admin, found: Mapping[str, TopicState], *, is_over: bool
+    admin: Admin, topic_states: Mapping[str, TopicState], *, is_over: bool
 ) -> Iterator[TopicFinding]:
     """Report where an open transaction hides records. In a running run it is the trainer's, and
     short.
     """
     topic_partitions = [
         (name, partition)
-        for name, state in sorted(found.items())
+        for name, state in sorted(topic_states.items())
         for partition in range(state.num_partitions)
     ]
     stable, ends = admin.last_stable_offsets(topic_partitions), admin.end_offsets(topic_partitions)
@@ -173,10 +173,13 @@ def transaction_findings(
         for topic_partition in topic_partitions
         if stable[topic_partition] < ends[topic_partition]
     }
-    remedy = "start the run's trainer again: it aborts the transaction of its predecessor"
     for (topic, partition), count in hidden.items():
-        text = f"{topic}[{partition}]: {count} record(s) lie behind an open transaction"
-        yield TopicFinding("transactions", text, remedy, is_note=not is_over)
+        yield TopicFinding(
+            "transactions",
+            f"{topic}[{partition}]: {count} record(s) lie behind an open transaction",
+            "start the run's trainer again: it aborts the transaction of its predecessor",
+            is_note=not is_over,
+        )
     if not hidden:
         yield TopicFinding("transactions", "none is open")
 

@@ -47,17 +47,17 @@ def find_partitions(
         entity: For example `rollout.samples`, or a topic's full name.
         partition: Only this one.
     Raises:
-        ConfigError: The run has no such topic or partition; the text lists those that it has.
+        ConfigError: The run has no such topic or partition; the text lists the run's topics.
     """
     prefix = f"relax.{run.id}."
-    found = admin.topics(prefix)
+    topic_states = admin.topics(prefix)
     name = entity if entity.startswith(prefix) else prefix + entity
-    if name not in found:
+    if name not in topic_states:
         raise ConfigError(
             f"run {run.id} has no topic {entity!r}; it has "
-            f"{', '.join(topic.removeprefix(prefix) for topic in sorted(found))}"
+            f"{', '.join(topic.removeprefix(prefix) for topic in sorted(topic_states))}"
         )
-    count = found[name].num_partitions
+    count = topic_states[name].num_partitions
     if partition is not None and not 0 <= partition < count:
         raise ConfigError(f"topic {name} has partitions 0 to {count - 1}, got {partition}")
     return [(name, number) for number in (range(count) if partition is None else [partition])]
@@ -74,7 +74,7 @@ def find_start_offsets(
         topic_partitions: The partitions.
         text: One of `FORMS`.
     Raises:
-        ConfigError: The text is none of these, or the topic is not ordered by version.
+        ConfigError: The text has no such form, or the topic is not ordered by version.
     """
     begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
     if text in ("beginning", "end"):
@@ -82,15 +82,15 @@ def find_start_offsets(
     if text.startswith("version:"):
         return _version_starts(log, topic_partitions, text, ends)
     if text.isdecimal():
-        wanted = dict.fromkeys(topic_partitions, int(text))
+        offsets = dict.fromkeys(topic_partitions, int(text))
     else:
         try:
-            wanted = admin.offsets_at(topic_partitions, timestamp_ms=parse_time_ms(text))
+            offsets = admin.offsets_at(topic_partitions, timestamp_ms=parse_time_ms(text))
         except ConfigError:
             raise ConfigError(f"--from {text!r} is no start; give {FORMS}") from None
     return {
         topic_partition: min(max(offset, begins[topic_partition]), ends[topic_partition])
-        for topic_partition, offset in wanted.items()
+        for topic_partition, offset in offsets.items()
     }
 
 
@@ -105,10 +105,10 @@ def _version_starts(
         raise ConfigError(f"--from {text!r} names no version; give {FORMS}")
     if log.plan.parse_entity(topic_partitions[0][0]) not in SAMPLE_TOPICS:
         raise ConfigError(
-            f"topic {topic_partitions[0][0]} is not ordered by version; those that are: "
+            f"topic {topic_partitions[0][0]} is not ordered by version; topics ordered by version: "
             f"{', '.join(SAMPLE_TOPICS)}"
         )
-    published = [found.event for found in log.versions.values()]
+    published = [record.event for record in log.versions.values()]
     return find_version_offsets(
         log.plan, published, topic_partitions, version=int(version), ends=ends
     )
@@ -136,7 +136,7 @@ def tail(
 
 
 def read_record(log: RunLog, record: Record) -> TailedRecord:
-    """Decode a record; one that can't be decoded is returned with the reason."""
+    """Decode a record, or return it with the reason why it can't be decoded."""
     if not record.value:
         return TailedRecord(record, "tombstone", {})
     if log.plan.parse_entity(record.topic) == "control.schemas":

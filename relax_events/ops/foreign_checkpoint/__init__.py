@@ -1,1 +1,1 @@
-"""Reads distributed checkpoints that another person wrote, without running what they contain."""
+"""Reads distributed checkpoints that another person wrote, without running code in them."""

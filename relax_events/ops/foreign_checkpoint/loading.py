@@ -146,7 +146,7 @@ class _TensorPlanner(torch_strategies.MCoreLoadPlanner):  # type: ignore[misc]  
 
 
 class _TensorReader(FileSystemReader):
-    """Reads tensors of files whose places were checked."""
+    """Reads tensors at file positions that were checked."""
 
     def __init__(self, path: Any, metadata: Metadata) -> None:
         super().__init__(path)

@@ -40,11 +40,10 @@ MAX_SIZE = (1 << 63) - 1
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Read the `.metadata` of a distributed checkpoint without calling what it names.
+    """Read the `.metadata` of a distributed checkpoint without calling the functions that it names.
 
     Raises:
-        ConfigError: It is missing, too large, or differs from what torch writes; the text says
-            where.
+        ConfigError: It is missing, too large, or differs from torch's form; the text says where.
     """
     path = folder / ".metadata"
     try:

@@ -34,13 +34,13 @@ MEMO_OPCODES = frozenset(["BINPUT", "LONG_BINPUT"])
 
 
 class Record:
-    """An object of the pickle: what it was made of, and the state that it was given."""
+    """An object of the pickle: the arguments of its class, and its state."""
 
     arguments: tuple[Any, ...]
     state: Any = None
 
     def __new__(cls, *arguments: Any) -> Self:
-        """Keep the arguments; the unpickler calls it in the place of the class."""
+        """Keep the arguments; the unpickler calls this in place of the class."""
         record = super().__new__(cls)
         record.arguments = arguments
         return record
@@ -49,7 +49,7 @@ class Record:
         self.state = state
 
     def read_field(self, name: str) -> Any:
-        """Return an attribute of the state; None where the state lacks it."""
+        """Return an attribute of the state; None if the state lacks it."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
@@ -154,7 +154,7 @@ def read_records(content: bytes) -> MetadataRecord:
 
 
 def _check_opcodes(content: bytes) -> None:
-    """Refuse opcodes that metadata lacks, and places in the memo that only cost memory."""
+    """Refuse opcodes that metadata lacks, and memo indices that only cost memory."""
     for count, (opcode, argument, position) in enumerate(pickletools.genops(content)):
         sparse = opcode.name in MEMO_OPCODES and isinstance(argument, int) and argument > count
         if opcode.name not in OPCODES or sparse:

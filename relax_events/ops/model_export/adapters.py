@@ -43,17 +43,17 @@ class MergedTensors:
             WeightsError: A module with an adapter is not in the base folder; the text names it.
         """
         self._base, self._adapters, self._scaling = base, adapters, lora.scaling
-        own = {name.removeprefix(THINKER): name for name in base.layouts}
+        base_names = {name.removeprefix(THINKER): name for name in base.layouts}
         self._sources: dict[str, tuple[str, str]] = {}
         self.layouts: dict[str, TensorLayout] = {}
         for module in list_adapted_modules(adapters.layouts):
             name = f"{module}.weight"
-            if name not in own:
+            if name not in base_names:
                 raise WeightsError(
                     f"the base folder has no {name}, which the version has an adapter for; {REMEDY}"
                 )
-            self._sources[name] = own[name], module
-            self.layouts[name] = TensorLayout(dtype, base.layouts[own[name]].shape)
+            self._sources[name] = base_names[name], module
+            self.layouts[name] = TensorLayout(dtype, base.layouts[base_names[name]].shape)
 
     def read(self, name: str) -> Tensor:
         """Return a merged matrix, rounded once to the run's dtype; see `Tensors`."""
@@ -67,8 +67,8 @@ class MergedTensors:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def leave_unmerged(parameters: ModelParameters, merged: Tensors) -> ModelParameters:
@@ -82,11 +82,14 @@ def require_base_folder(config: RunConfig, weights: VersionWeights) -> None:
     Raises:
         WeightsError: Its folder holds another one.
     """
-    wanted = weights.base_digest
-    if wanted and (seen := compute_base_digest(config.model.path)) != wanted:
+    trained_digest = weights.base_digest
+    if (
+        trained_digest
+        and (folder_digest := compute_base_digest(config.model.path)) != trained_digest
+    ):
         raise WeightsError(
-            f"the version's adapters were trained on a base model with digest {wanted.hex()}, and "
-            f"{config.model.path} has {seen.hex()}; {REMEDY}"
+            "the version's adapters were trained on a base model with digest "
+            f"{trained_digest.hex()}, and {config.model.path} has {folder_digest.hex()}; {REMEDY}"
         )
 
 
@@ -105,7 +108,7 @@ def write_adapters(
         adapters: The published tensors of the version.
         parameters: Of the base model.
         config: The run.
-        base: What the base model is called.
+        base: The name of the base model, and whether it is on the hub.
     Raises:
         WeightsError: The version holds something else than adapters.
     """
@@ -113,7 +116,7 @@ def write_adapters(
     assert lora is not None, "called for a run without adapters"
     modules = list_adapted_modules(adapters.layouts)
     by_name = {peft_name(name): name for name in sorted(adapters.layouts, key=natural_order)}
-    layouts = {name: adapters.layouts[own] for name, own in by_name.items()}
+    layouts = {name: adapters.layouts[trained_name] for name, trained_name in by_name.items()}
     write_tensor_file(folder / TENSORS_FILE, layouts, lambda name: adapters.read(by_name[name]))
     text = render_adapter_config(
         lora,
@@ -129,12 +132,12 @@ def shorten_targets(modules: Iterable[str], parameters: ModelParameters) -> list
     """Return the last parts of the modules' names where they fit no other module of the model, as
     other programs expect them, else the whole names.
     """
-    wanted = set(modules)
-    short = {module.rpartition(".")[2] for module in wanted}
+    targets = set(modules)
+    short = {module.rpartition(".")[2] for module in targets}
     matrices = {
         name.removesuffix(".weight")
         for name, shape in parameters.shapes.items()
         if name.endswith(".weight") and len(shape) == 2
     }
     fitting = {module for module in matrices if module.rpartition(".")[2] in short}
-    return sorted(short if fitting == wanted else wanted)
+    return sorted(short if fitting == targets else targets)

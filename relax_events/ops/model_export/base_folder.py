@@ -57,8 +57,8 @@ def read_base_model(folder: Path) -> BaseModel:
     """
     config = read_model_json(folder / "config.json")
     card = _read_front_matter(folder / CARD_FILE)
-    found = CACHED_NAME.search(str(folder.absolute()))
-    name = f"{found[1]}/{found[2]}" if found else ""
+    match = CACHED_NAME.search(str(folder.absolute()))
+    name = f"{match[1]}/{match[2]}" if match else ""
     return BaseModel(
         name=name or folder.absolute().name,
         is_on_hub=bool(name),
@@ -70,12 +70,12 @@ def read_base_model(folder: Path) -> BaseModel:
 
 
 def _read_front_matter(path: Path) -> dict[str, str]:
-    """Return the single-line values at the top of a model card; nothing where there is none."""
+    """Return the single-line values at the top of a model card; empty without a front matter."""
     try:
-        found = FRONT_MATTER.match(read_regular_text(path))
+        match = FRONT_MATTER.match(read_regular_text(path))
     except (OSError, UnicodeDecodeError):
         return {}
-    lines = found[1].splitlines() if found else []
+    lines = match[1].splitlines() if match else []
     pairs = (line.partition(":") for line in lines if re.match(r"\w+:", line))
     return {key: value.strip().strip("\"'") for key, _, value in pairs}
 

@@ -260,10 +260,10 @@ def _time(micros: int) -> str:
 
 
 def _package_versions() -> str:
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
             continue
-    return "".join(f", {name} {number}" for name, number in found.items())
+    return "".join(f", {name} {number}" for name, number in numbers.items())

@@ -104,11 +104,11 @@ def export_version(
 
     Args:
         config: The run; `model.path` is the base model's folder.
-        versions: What the log says of its versions.
+        versions: Its versions on the log.
         version: The version.
         target: The folder to write.
         max_shard_bytes: Largest size of a weight file, unless one tensor is larger.
-        replaces: Replace a model folder that is there.
+        replaces: Replace an existing model folder.
         merged: Write the whole model with the adapters of `model.lora` merged in.
         report: Called with a line for each stage.
     Raises:
@@ -128,7 +128,7 @@ def export_version(
         opened = folder / OPENED_FOLDER
         opened.mkdir()
         report(f"reading version {version} of run {config.run.id}")
-        # first of all, because a running trainer soon deletes what is not among the newest
+        # first of all, because a running trainer soon deletes versions older than the newest
         weights = open_weights(config, versions, version, opened)
         require_base_folder(config, weights)
         lineage = Lineage(
@@ -161,10 +161,10 @@ def export_version(
 
 
 def _choose_content(config: RunConfig, *, merged: bool) -> str:
-    """Return what the folder holds.
+    """Return the kind of the folder's content.
 
     Raises:
-        ConfigError: Merging was asked for, and the run trains the whole model.
+        ConfigError: `merged` is set, and the run trains the whole model.
     """
     if config.model.lora is not None:
         return MERGED if merged else ADAPTERS
@@ -177,7 +177,7 @@ def _choose_content(config: RunConfig, *, merged: bool) -> str:
 
 
 class Sizes(NamedTuple):
-    """What was written of an `Export`."""
+    """The counts of the written tensors, files and bytes of an `Export`."""
 
     num_tensors: int
     num_trained: int

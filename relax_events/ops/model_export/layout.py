@@ -9,8 +9,8 @@ parameters of the model in transformers, which differ from the base folder's ten
     ...experts.down_proj, transposed   ...experts.down_proj    as Qwen3-VL publishes them
     lm_head.weight, tied               model.embed_tokens.weight      tied tensors are there once
 
-What the trained model does not have, such as a talker or layers for speculative decoding, is copied
-from the base folder.
+Tensors that the trained model does not have, such as a talker or layers for speculative decoding,
+are copied from the base folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrainedPart:
         name: Of the published tensor.
         expert: Index in the first dimension; None for the whole tensor.
         row_part: Which of how many equal parts of the expert's rows.
-        is_transposed: Whether the last two dimensions change places.
+        is_transposed: Whether the last two dimensions are swapped.
     """
 
     name: str
@@ -94,8 +94,8 @@ def natural_order(name: str) -> list[tuple[int, str]]:
 
 def _require_complete(trained: Mapping[str, TensorLayout], parameters: ModelParameters) -> None:
     """Require that every trained parameter was published, and nothing else."""
-    known = parameters.shapes.keys() | parameters.tied.keys()
-    if unknown := sorted(trained.keys() - known):
+    names = parameters.shapes.keys() | parameters.tied.keys()
+    if unknown := sorted(trained.keys() - names):
         raise WeightsError(
             f"the base model has no parameter {unknown[0]}, which the run published "
             f"({len(unknown)} such in all); {REMEDY}"
@@ -122,16 +122,16 @@ def _plan_tensor(
     *,
     dtype: str,
 ) -> ExportedTensor:
-    own = name.removeprefix(THINKER)
+    model_name = name.removeprefix(THINKER)
     if name.startswith(OTHER_PARTS):
         return ExportedTensor(name, layout)
-    whole = own if own in trained else parameters.tied.get(own, own)
+    whole = model_name if model_name in trained else parameters.tied.get(model_name, model_name)
     if whole in trained:
         source = _whole_part(name, layout.shape, whole, trained[whole].shape)
-    elif (found := EXPERT.fullmatch(own)) and (
-        fused := f"{found[1]}.{FUSED_NAMES[found[3]]}"
+    elif (expert := EXPERT.fullmatch(model_name)) and (
+        fused := f"{expert[1]}.{FUSED_NAMES[expert[3]]}"
     ) in trained:
-        source = TrainedPart(fused, int(found[2]), ROW_PARTS[found[3]])
+        source = TrainedPart(fused, int(expert[2]), ROW_PARTS[expert[3]])
         _require_expert_fits(name, layout.shape, source, trained[fused].shape)
     else:  # frozen, or no parameter of the trained model
         return ExportedTensor(name, layout)
@@ -185,10 +185,10 @@ def _require_all_used(planned: list[ExportedTensor], trained: Mapping[str, Tenso
                 "exported folder could not be in its layout; save the base model by transformers, "
                 f"and {REMEDY}"
             )
-        wanted = layout.shape[0] * (2 if name.endswith("gate_up_proj") else 1)
-        if parts[name] not in (0, wanted):
+        count = layout.shape[0] * (2 if name.endswith("gate_up_proj") else 1)
+        if parts[name] not in (0, count):
             raise WeightsError(
-                f"the base folder holds {parts[name]} of the {wanted} tensors that {name} is made "
+                f"the base folder holds {parts[name]} of the {count} tensors that {name} is made "
                 f"of; {REMEDY}"
             )
 

@@ -43,11 +43,11 @@ def write_folder(target: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield an empty folder that becomes `target` when the block ends without an error; after an
     error it is deleted.
 
-    What a killed process left is deleted by the next one.
+    The next process deletes the files that a killed process left.
 
     Args:
         target: The folder to make.
-        replaces: Replace a model folder that is there.
+        replaces: Replace an existing model folder.
     Raises:
         ConfigError: It is not empty, or another process is writing it.
         EnvironmentProblem: It can't be written.

@@ -22,15 +22,20 @@ def as_described(config: RunConfig, state: RunState) -> RunConfig:
     if state.description is None:
         return resolve_defaults(config)[0]
     try:
-        known = read_described_config(state.description, run_id=config.run.id, reader_config=config)
+        described_config = read_described_config(
+            state.description, run_id=config.run.id, reader_config=config
+        )
     except ConfigError:  # an earlier release wrote it
         return resolve_defaults(config)[0]
-    own = {
+    local_values = {
         "run": {"directory": config.run.directory},
         "model": {"path": config.model.path},
         "data": {"chat_template_file": config.data.chat_template_file},
     }
     sections = {
-        name: getattr(known, name).model_copy(update=values) for name, values in own.items()
+        name: getattr(described_config, name).model_copy(update=values)
+        for name, values in local_values.items()
     }
-    return known.model_copy(update=sections | {"broker": config.broker, "objects": config.objects})
+    return described_config.model_copy(
+        update=sections | {"broker": config.broker, "objects": config.objects}
+    )

@@ -47,12 +47,12 @@ class VersionWeights:
 def open_weights(
     config: RunConfig, versions: PublishedVersions, version: int, folder: Path
 ) -> VersionWeights:
-    """Open a version's weights and verify them: by the digest that the train step committed where
-    there is one, else by the artifact's own.
+    """Open a version's weights and verify them: by the digest that the train step committed, or by
+    the artifact's own if no step committed one.
 
     Args:
         config: The run.
-        versions: What the log says of its versions.
+        versions: Its versions on the log.
         version: A published version.
         folder: Where files are copied to; exists, and stays until the last tensor is read.
     Raises:
@@ -114,13 +114,13 @@ def _open_checkpoint(
     return VersionWeights("checkpoint", reference.uri, tensors, digest, tensors.base_digest)
 
 
-def _require_digest(tensors: Tensors, wanted: bytes, *, uri: str) -> bytes:
-    if (seen := digest_tensors(tensors)) != wanted:
+def _require_digest(tensors: Tensors, digest: bytes, *, uri: str) -> bytes:
+    if (seen := digest_tensors(tensors)) != digest:
         raise WeightsError(
-            f"{uri} can't be used: the digest of its weights must be {wanted.hex()}, got "
+            f"{uri} can't be used: the digest of its weights must be {digest.hex()}, got "
             f"{seen.hex()}"
         )
-    return wanted
+    return digest
 
 
 def _format_lost(

@@ -26,7 +26,7 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersions:
-    """What the log says of a run's versions.
+    """A run's versions as its log has them.
 
     Attributes:
         run_id: The run.
@@ -52,7 +52,7 @@ def read_versions(log: RunLog) -> PublishedVersions:
     named = [step.checkpoint for step in state.steps if step.checkpoint is not None]
     return PublishedVersions(
         log.config.run.id,
-        artifacts={version: found.event.artifact for version, found in log.versions.items()},
+        artifacts={version: record.event.artifact for version, record in log.versions.items()},
         checkpoints={reference.policy_version: reference for reference in named},
         digests={step.policy_version: step.weights_digest for step in state.steps},
         evaluations=tuple(state.evaluations.values()),
@@ -65,11 +65,11 @@ def choose_version(versions: PublishedVersions, *, version: int | None, best: st
 
     Args:
         versions: Of the run.
-        version: The version that was asked for; None for the best or the newest.
+        version: The version of `--version`; None for the best or the newest.
         best: Metric of the evaluations, as `METRIC` or `DATASET/METRIC`; empty for the newest.
     Raises:
-        ConfigError: There is no such version or metric, or both were given; the text lists what
-            there is.
+        ConfigError: There is no such version or metric, or both were given; the text lists the
+            existing ones.
     """
     if version is not None and best:
         raise ConfigError(f"--version {version} and --best {best} name a version each; give one")
@@ -89,31 +89,31 @@ def choose_version(versions: PublishedVersions, *, version: int | None, best: st
 
 
 def choose_best(run_id: str, evaluations: Iterable[PolicyEvaluated], *, metric: str) -> int:
-    """Return the version with the highest value of a metric; of equal ones the newer.
+    """Return the version with the highest value of a metric; of equal versions the newer.
 
     Without a dataset in its name, the metric is the mean over all datasets that have it, and only
     versions that were evaluated on all of them count.
 
     Raises:
-        ConfigError: No evaluation has the metric; the text lists those there are.
+        ConfigError: No evaluation has the metric; the text lists the metrics of the evaluations.
     """
     events = list(evaluations)
-    known = list_metrics(events)
-    found = METRIC.fullmatch(metric)
-    if not known:
+    metrics = list_metrics(events)
+    match = METRIC.fullmatch(metric)
+    if not metrics:
         raise ConfigError(
             f"run {run_id} has no evaluation, so it has no version with the best {metric}; set "
             "evaluation.datasets in the run file, or give --version"
         )
-    if found is None or metric not in known:
+    if match is None or metric not in metrics:
         raise ConfigError(
-            f"run {run_id} has no evaluation metric {metric!r}; it has {', '.join(known)}"
+            f"run {run_id} has no evaluation metric {metric!r}; it has {', '.join(metrics)}"
         )
     values: dict[int, list[float]] = defaultdict(list)
     datasets = set()
     for event in events:
-        value = read_metrics(event).get(found["name"])
-        if value is not None and found["dataset"] in (None, event.dataset):
+        value = read_metrics(event).get(match["name"])
+        if value is not None and match["dataset"] in (None, event.dataset):
             values[event.policy_version].append(value)
             datasets.add(event.dataset)
     complete = {
@@ -124,7 +124,7 @@ def choose_best(run_id: str, evaluations: Iterable[PolicyEvaluated], *, metric: 
     if not complete:
         raise ConfigError(
             f"run {run_id} has no version that was evaluated on all of "
-            f"{', '.join(sorted(datasets))}; name a dataset: --best DATASET/{found['name']}"
+            f"{', '.join(sorted(datasets))}; name a dataset: --best DATASET/{match['name']}"
         )
     return max(complete, key=lambda version: (complete[version], version))
 
