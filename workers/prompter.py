@@ -301,7 +301,7 @@ class PrompterLoop:
         lost = self._held.take_lost(
             now=now,
             silent_seconds=self._config.workers.silent_seconds,
-            wanted=self._in_flight.keys(),
+            awaited=self._in_flight.keys(),
         )
         for worker_id, names in lost.items():
             log.warning("prompt_groups.lost", holder=worker_id, num_prompt_groups=len(names))

@@ -92,33 +92,33 @@ def find_alarms(
                 values,
             )
         )
-    if fold.state.ended is None:
+    if fold.ended is None:
         found += [*_of_workers(fold, now), *_of_progress(fold, now)]
     found.sort(key=lambda alarm: (alarm.severity != "critical", alarm.since))
     return [asdict(alarm) for alarm in found]
 
 
 def _of_the_run(fold: RunFold) -> Iterator[Alarm]:
-    ended = fold.state.ended
+    ended = fold.ended
     if ended is not None and not ended.succeeded:
         yield Alarm(
             "run_failed", "critical", ended.commanded_at, "RelaxRunAborted", {"why": ended.reason}
         )
-    if fold.state.num_consecutive_failures:
+    if fold.num_consecutive_failures:
         yield Alarm(
             "groups_failing",
             "critical",
             fold.failing_since,
             "RelaxPromptGroupsFailing",
-            {"count": fold.state.num_consecutive_failures, "why": fold.state.last_failure},
+            {"count": fold.num_consecutive_failures, "why": fold.last_failure},
         )
-    if fold.state.num_updates_skipped:
+    if fold.num_updates_skipped:
         yield Alarm(
             "updates_skipped",
-            "critical" if fold.state.num_consecutive_skips else "warning",
+            "critical" if fold.num_consecutive_skips else "warning",
             fold.skipped_at,
             "RelaxStepNotFinite",
-            {"count": fold.state.num_updates_skipped},
+            {"count": fold.num_updates_skipped},
         )
     for act in fold.health.interventions[-5:]:
         yield Alarm(
@@ -135,7 +135,7 @@ def _of_learning(
 ) -> Iterator[Alarm]:
     committed = fold.curves.committed_at
     since = committed[-min(RECENT_STEPS, len(committed))] if committed else 0
-    is_over = fold.state.ended is not None
+    is_over = fold.ended is not None
     if not is_over and truncated is not None and truncated > TRUNCATED_RATIO:
         yield Alarm("truncated", "warning", since, "", {"ratio": truncated})
     if not is_over and signalless is not None and signalless > SIGNALLESS_RATIO:
@@ -159,11 +159,11 @@ def _of_learning(
 
 def _of_workers(fold: RunFold, now: int) -> Iterator[Alarm]:
     workers = fold.config.workers
-    live = find_live_workers(fold.state, workers, now=now)
+    live = find_live_workers(fold, workers, now=now)
     forgotten_before = now - 20 * compute_silence_limit(workers)
     alive = set()
-    for heartbeat in fold.state.workers.values():
-        if heartbeat.state is WorkerState.STOPPED or heartbeat.sent_at < fold.state.resumed_at:
+    for heartbeat in fold.workers.values():
+        if heartbeat.state is WorkerState.STOPPED or heartbeat.sent_at < fold.resumed_at:
             continue
         if heartbeat.worker_id in live:
             alive.add(heartbeat.role)
@@ -195,8 +195,8 @@ def _stuck(heartbeat: WorkerHeartbeat) -> Alarm:
 
 
 def _of_progress(fold: RunFold, now: int) -> Iterator[Alarm]:
-    steps, rates = fold.state.steps[-RECENT_STEPS:], compute_rates(fold.state.steps)
-    if rates.step_seconds is None or fold.state.is_paused:
+    steps, rates = fold.steps[-RECENT_STEPS:], compute_rates(fold.steps)
+    if rates.step_seconds is None or fold.is_paused:
         return
     silent = (now - steps[-1].committed_at) / MICROS
     if silent > max(STALLED_STEPS * rates.step_seconds, STALLED_SECONDS):

@@ -251,7 +251,7 @@ async def _news(request: Request, run: OpenRun) -> AsyncIterator[bytes]:
 
 
 def _described(run: OpenRun) -> dict[str, Any]:
-    described = run.reader.fold.state.description
+    described = run.reader.fold.description
     found: dict[str, Any] = orjson.loads(described.config) if described else {}
     return found
 

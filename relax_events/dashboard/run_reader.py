@@ -26,7 +26,7 @@ from relax_events.dashboard.recent_texts import RecentTexts
 from relax_events.dashboard.run_fold import RunFold
 from relax_events.dashboard.sample_columns import NewSample, SampleTable
 from relax_events.dashboard.score_join import NewScore, ScoreJoin, new_sample
-from relax_events.errors import RelaxError, SchemaError
+from relax_events.errors import RelaxError
 from relax_events.events.parts import now_micros
 from relax_events.events.types import (
     Event,
@@ -108,7 +108,7 @@ class RunReader:
             gives_way: Whether to take little from the run that writes the log, and read only while
                 `keep_reading` is called at least every 20 s.
         """
-        self.config, self.fold, self.table = config, RunFold(config), SampleTable()
+        self.config, self.fold, self.table = config, RunFold(config=config), SampleTable()
         self.texts = RecentTexts()
         self.status, self.lock = ReaderStatus(), threading.Lock()
         self.on_news: Callable[[], None] = _do_nothing
@@ -301,7 +301,7 @@ class RunReader:
             for record in records:
                 entity = run_log.plan.parse_entity(record.topic)
                 if entity == SCHEMAS:
-                    _learn(run_log, record)
+                    run_log.learn_schema(record)
                     continue
                 for event in run_log.decode_samples(record):
                     if belongs_on(entity, event):
@@ -372,11 +372,3 @@ class RunReader:
 
 def _do_nothing() -> None:
     """Ignore the news."""
-
-
-def _learn(run_log: RunLog, record: Record) -> None:
-    if record.value:
-        try:
-            run_log.codec.learn(record.value, key=record.key)
-        except SchemaError as error:
-            run_log.unreadable.add(record.location, error)

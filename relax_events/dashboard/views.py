@@ -55,7 +55,7 @@ def build_summary(reader: RunReader) -> dict[str, Any]:
     """Return the head of every page: the run's status and how far the reader is."""
     now = reader.status.known_now(now_micros())
     with reader.lock:
-        view = asdict(RunView.from_state(reader.fold.config, reader.fold.state, now=now))
+        view = asdict(RunView.from_state(reader.fold.config, reader.fold, now=now))
         return view | {
             "num_samples": len(reader.table),
             "reader": {
@@ -83,15 +83,15 @@ def build_overview(reader: RunReader) -> dict[str, Any]:
             },
             "evaluations": [
                 {
-                    "policy_version": found.policy_version,
-                    "dataset": found.dataset,
-                    "reward_mean": found.reward_mean,
-                    "reward_stderr": found.reward_stderr,
-                    "num_prompts": found.num_prompts,
-                    "pass_at_k": found.pass_at_k,
-                    "at": found.evaluated_at // 1000,
+                    "policy_version": event.policy_version,
+                    "dataset": event.dataset,
+                    "reward_mean": event.reward_mean,
+                    "reward_stderr": event.reward_stderr,
+                    "num_prompts": event.num_prompts,
+                    "pass_at_k": event.pass_at_k,
+                    "at": event.evaluated_at // 1000,
                 }
-                for found in fold.evaluations
+                for event in fold.evaluations.values()
             ],
         }
     return document | {"groups": reader.remember("groups", lambda: group_curves(reader.table))}
@@ -155,21 +155,19 @@ def build_fleet(reader: RunReader) -> dict[str, Any]:
     now = reader.status.known_now(now_micros())
     with reader.lock:
         fold = reader.fold
-        newest = max((heartbeat.sent_at for heartbeat in fold.state.workers.values()), default=0)
+        newest = max((heartbeat.sent_at for heartbeat in fold.workers.values()), default=0)
         workers = fold.config.workers
-        is_running = decide_status(fold.state, workers, now=now) is RunStatus.RUNNING
+        is_running = decide_status(fold, workers, now=now) is RunStatus.RUNNING
         since = (now if is_running else newest) - 20 * compute_silence_limit(workers)
-        alive = dict.fromkeys(find_live_workers(fold.state, workers, now=now), True)
-        rows = WorkerTable(fold.config, since_micros=since).rows(
-            fold.state, alive=alive, now_micros=now
-        )
+        alive = dict.fromkeys(find_live_workers(fold, workers, now=now), True)
+        rows = WorkerTable(fold.config, since_micros=since).rows(fold, alive=alive, now_micros=now)
         return {
             "is_running": is_running,
             "workers": [
                 asdict(row)
                 | {
                     "host": heartbeat.host
-                    if (heartbeat := fold.state.workers.get(row.worker_id))
+                    if (heartbeat := fold.workers.get(row.worker_id))
                     else "",
                     "pid": heartbeat.pid if heartbeat else None,
                     "heartbeat_at": heartbeat.sent_at // 1000 if heartbeat else None,

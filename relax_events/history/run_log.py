@@ -352,8 +352,12 @@ class RunLog(AbstractContextManager["RunLog"]):
 
     def _learn_schemas(self, run_id: str) -> None:
         for record in self.records(self._control_spans(run_id, "control.schemas")):
-            if record.value:
-                try:
-                    self.codec.learn(record.value, key=record.key)
-                except SchemaError as error:
-                    self.unreadable.add(record.location, error)
+            self.learn_schema(record)
+
+    def learn_schema(self, record: Record) -> None:
+        """Learn the schema in a record of control.schemas."""
+        if record.value:
+            try:
+                self.codec.learn(record.value, key=record.key)
+            except SchemaError as error:
+                self.unreadable.add(record.location, error)

@@ -49,13 +49,11 @@ class Intervention:
         if event.command is not Command.RESTART or event.worker_id is None:
             return None
         try:
-            tier, symptom = (
-                RecoveryLevel(event.arguments.get("tier", "")),
-                Symptom(event.arguments.get("symptom", "")),
-            )
+            level = RecoveryLevel(event.arguments.get("tier", ""))
+            symptom = Symptom(event.arguments.get("symptom", ""))
         except ValueError:
             return None
-        return cls(event.commanded_at, tier, symptom, event.worker_id, event.role or "")
+        return cls(event.commanded_at, level, symptom, event.worker_id, event.role or "")
 
     def to_command(self, *, reason: str) -> RunCommanded:
         """Return the command that records the intervention on the log."""
@@ -161,9 +159,8 @@ class HealthState:
 
     def _apply_command(self, event: RunCommanded) -> None:
         act = Intervention.from_command(event)
-        if (
-            act is not None and act not in self.interventions
-        ):  # own commands were applied when they were sent
+        # own commands were applied when they were sent
+        if act is not None and act not in self.interventions:
             self.interventions.append(act)
         if event.role is not None:
             return

@@ -34,10 +34,8 @@ class _Process:
         container may have the id of the one before.
         """
         last = self.heartbeat
-        return (last.host, last.pid) != (
-            heartbeat.host,
-            heartbeat.pid,
-        ) or heartbeat.num_processed < last.num_processed
+        is_other = (last.host, last.pid) != (heartbeat.host, heartbeat.pid)
+        return is_other or heartbeat.num_processed < last.num_processed
 
     def has_closed(self, heartbeat: WorkerHeartbeat) -> bool:
         """Return whether the heartbeat of its successor shows that its connections are closed: it
@@ -92,7 +90,7 @@ class HeldPromptGroups:
             process.heard_at = now
 
     def take_lost(
-        self, *, now: float, silent_seconds: float, wanted: Set[str]
+        self, *, now: float, silent_seconds: float, awaited: Set[str]
     ) -> dict[str, list[str]]:
         """Return, once, the prompt groups of processes that have been silent for longer, by worker
         id. Call it often: a caller that was stopped for a while has received no heartbeat either,
@@ -101,7 +99,7 @@ class HeldPromptGroups:
         Args:
             now: The time.
             silent_seconds: The longest silence of a living process.
-            wanted: The prompt groups that still have to be generated.
+            awaited: The prompt groups that still have to be generated.
         """
         before, self._asked_at = self._asked_at, now
         if before is not None and now - before > silent_seconds / 2:
@@ -111,7 +109,7 @@ class HeldPromptGroups:
             if process.is_heard(now=now, silent_seconds=silent_seconds) or not process.listed:
                 continue
             listed, process.listed = process.listed, set()
-            if groups := sorted(self._forget(process, listed) & wanted):
+            if groups := sorted(self._forget(process, listed) & awaited):
                 lost.setdefault(process.heartbeat.worker_id, []).extend(groups)
         self._replaced = [process for process in self._replaced if process.listed]
         return lost

@@ -81,14 +81,11 @@ class Ready(NamedTuple):
             event: The sample.
             key: Of the record; empty where it is unknown.
         """
-        versions = (
+        return cls(
+            event.sample_id,
             event.policy_version,
             event.key.min_policy_version,
             event.key.max_policy_version,
-        )
-        return cls(
-            event.sample_id,
-            *versions,
             array_digest(event.tokens),
             event.key.generation_digest,
             event.reward,
@@ -151,8 +148,8 @@ class GroupFacts:
     @property
     def ready_and_trained(self) -> list[Ready]:
         """The records that its train steps name, as far as they were read."""
-        found = (self.ready.get(sample.position) for sample in self.trained)
-        return [record for record in found if record is not None]
+        records = (self.ready.get(sample.position) for sample in self.trained)
+        return [record for record in records if record is not None]
 
 
 @dataclass(slots=True)

@@ -176,10 +176,8 @@ class SequenceCheck:
     def apply_version(self, event: PolicyVersionPublished, where: str) -> None:
         """Check that a version follows the one before."""
         if event.policy_version != self.next_version:
-            self.totals.findings.add(
-                Rule.VERSION_ORDER,
-                (f"{where} publishes {event.policy_version} where {self.next_version} must come"),
-            )
+            what = f"publishes {event.policy_version} where {self.next_version} must come"
+            self.totals.findings.add(Rule.VERSION_ORDER, f"{where} {what}")
         self.next_version = max(self.next_version, event.policy_version + 1)
 
     def apply_step(self, event: TrainStepCommitted, where: str) -> None:
@@ -208,19 +206,14 @@ class SequenceCheck:
 
     def check_pairs(self) -> Findings:
         """Check that the newest version has its train step."""
-        findings, known = Findings(), self.totals.findings.counts
+        findings, counts = Findings(), self.totals.findings.counts
         if (
             self.next_version > self.first_version
-            and not known.keys() & {Rule.STEP_ORDER, Rule.VERSION_ORDER}
+            and not counts.keys() & {Rule.STEP_ORDER, Rule.VERSION_ORDER}
             and self.next_version != self.next_step + 1
         ):
-            findings.add(
-                Rule.UNPAIRED,
-                (
-                    f"version {self.next_version - 1} is the newest, and train step "
-                    f"{self.next_step - 1}"
-                ),
-            )
+            newest = f"version {self.next_version - 1} is the newest"
+            findings.add(Rule.UNPAIRED, f"{newest}, and train step {self.next_step - 1}")
         return findings
 
     def _check_weights(self, event: TrainStepCommitted, where: str) -> None:

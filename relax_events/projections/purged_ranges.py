@@ -36,16 +36,8 @@ class PurgedRanges:
 
     def may_have_purged_issue(self, prompt_group_id: str) -> bool:
         """Return whether the record that issued a prompt group may have been purged."""
-        return (
-            self.beginning_offsets.get(
-                (
-                    "prompt.groups",
-                    compute_shard(prompt_group_id, shards=self.plan.queue_partitions),
-                ),
-                0,
-            )
-            > 0
-        )
+        partition = compute_shard(prompt_group_id, shards=self.plan.queue_partitions)
+        return self.beginning_offsets.get(("prompt.groups", partition), 0) > 0
 
     def is_purged(self, entity: str, partition: int, offset: int) -> bool:
         """Return whether the record at an offset was purged."""

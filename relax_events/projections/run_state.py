@@ -50,10 +50,12 @@ class RunState:
     steps and outcomes behind it may be applied before it. Memory is bounded: unless `keeps_all` is
     set, only the newest steps, evaluations and metrics are kept. `critic_metrics` holds the metrics
     of the critic's steps by train step; `metrics` holds the newest report of every other worker.
-    `steps` are kept without their lists of samples.
+    `steps` are kept without their lists of samples. `skipped_at` and `failing_since` say when an
+    update was skipped last, and since when prompt groups fail in a row, 0 where they don't.
     """
 
     keeps_all: bool = False
+    max_evaluations: int = MAX_KEPT
     policy_version: int = -1
     num_steps: int = 0
     steps: list[TrainStepCommitted] = field(default_factory=list)
@@ -61,10 +63,12 @@ class RunState:
     outcomes: Counter[str] = field(default_factory=Counter)
     recent_ended_ids: dict[str, None] = field(default_factory=dict)
     num_consecutive_failures: int = 0
+    failing_since: int = 0
     last_failure: str = ""
     workers: dict[str, WorkerHeartbeat] = field(default_factory=dict)
     metrics: dict[str, MetricsReported] = field(default_factory=dict)
     num_updates_skipped: int = 0
+    skipped_at: int = 0
     num_consecutive_skips: int = 0
     critic_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     ended: RunCommanded | None = None
@@ -85,7 +89,7 @@ class RunState:
             self._apply_outcome(event)
         elif isinstance(event, PolicyEvaluated):
             self.evaluations.setdefault((event.policy_version, event.dataset), event)
-            self._bound(self.evaluations)
+            self._bound(self.evaluations, limit=self.max_evaluations)
         elif isinstance(event, WorkerHeartbeat):
             self.workers[event.worker_id] = event
         elif isinstance(event, MetricsReported):
@@ -102,6 +106,8 @@ class RunState:
     def _apply_update(self, step: TrainStepCommitted) -> None:
         """Count skipped updates; consecutive skips count only since the run was last resumed."""
         self.num_updates_skipped += step.update_skipped
+        if step.update_skipped:
+            self.skipped_at = step.committed_at
         self.num_consecutive_skips = (
             self.num_consecutive_skips + (step.committed_at > self.resumed_at)
             if step.update_skipped
@@ -131,7 +137,7 @@ class RunState:
             self.is_paused = True
         elif event.command is Command.RESUME:
             self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
-            self.num_consecutive_failures = self.num_consecutive_skips = 0
+            self.num_consecutive_failures = self.num_consecutive_skips = self.failing_since = 0
 
     def _apply_outcome(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.recent_ended_ids or is_external(event.prompt_group_id):
@@ -141,9 +147,10 @@ class RunState:
         self.outcomes[event.outcome.value] += 1
         if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:
             self.num_consecutive_failures += 1
+            self.failing_since = self.failing_since or event.ended_at
             self.last_failure = event.reason
         elif event.outcome is Outcome.TRAINED:
-            self.num_consecutive_failures = 0
+            self.num_consecutive_failures = self.failing_since = 0
 
     @property
     def description(self) -> RunDescribed | None:

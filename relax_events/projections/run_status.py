@@ -12,8 +12,8 @@ from relax_events.events.types import WorkerHeartbeat
 from relax_events.projections.run_state import RunState
 
 MICROS = 1e6
-SILENT_SECONDS = 30.0
-SILENT_HEARTBEATS = 10
+SILENT_SECONDS, SILENT_HEARTBEATS = 30.0, 10
+OVERDUE_SECONDS, OVERDUE_HEARTBEATS = 5.0, 5
 
 
 class RunStatus(StrEnum):
@@ -30,6 +30,11 @@ def compute_silence_limit(workers: WorkersConfig) -> int:
     """
     seconds = max(SILENT_SECONDS, SILENT_HEARTBEATS * workers.heartbeat_seconds)
     return int(min(workers.heartbeat_timeout_seconds, seconds) * MICROS)
+
+
+def is_overdue(age_seconds: float, workers: WorkersConfig) -> bool:
+    """Return whether a heartbeat is so old that its worker is shown as silent; it may be alive."""
+    return age_seconds > max(OVERDUE_SECONDS, OVERDUE_HEARTBEATS * workers.heartbeat_seconds)
 
 
 def find_live_workers(

@@ -12,11 +12,10 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.projections.run_state import RunState, max_sample_staleness
-from relax_events.projections.run_status import RunStatus, decide_status
+from relax_events.projections.run_status import RunStatus, decide_status, is_overdue
 from relax_events.projections.step_rates import compute_rates
 
 SPARK_STEPS = 40
-SILENT_SECONDS = 5.0
 ENGINE_METRIC = "decoding_samples"
 """A metric that only workers with an inference engine report."""
 MICROS = 1e6
@@ -111,11 +110,8 @@ class RunView:
             workers: Of a `WorkerTable`.
             lag: Records behind, by role and slot.
         """
-        newest, ended, rates = (
-            state.steps[-1] if state.steps else None,
-            state.ended,
-            compute_rates(state.steps),
-        )
+        newest, ended = state.steps[-1] if state.steps else None, state.ended
+        rates = compute_rates(state.steps)
         metrics = newest.metrics if newest else {}
         rewards = (step.metrics.get("reward_mean", math.nan) for step in state.steps[-SPARK_STEPS:])
         return cls(
@@ -135,9 +131,9 @@ class RunView:
             staleness_max=max_sample_staleness(newest) if newest else None,
             tokens_per_second=rates.tokens_per_second,
             samples_per_second=rates.samples_per_second,
-            remaining_seconds=max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds
-            if rates.step_seconds is not None
-            else None,
+            remaining_seconds=None
+            if rates.step_seconds is None
+            else max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds,
             outcomes=dict(state.outcomes),
             phase_ratios=rates.phase_ratios,
             workers=workers,
@@ -154,7 +150,7 @@ class WorkerTable:
         self._local = {
             f"{role}-{index}" for role, count in config.roles().items() for index in range(count)
         }
-        self._silent_seconds = max(SILENT_SECONDS, 5 * config.workers.heartbeat_seconds)
+        self._workers_config = config.workers
         self._processes: dict[str, tuple[str, int]] = {}
         self._restarts: dict[str, int] = {}
 
@@ -176,11 +172,7 @@ class WorkerTable:
         names = sorted(self._local | heartbeats.keys(), key=self._sort_key)
         return [
             self._row(
-                name,
-                heartbeats.get(name),
-                state,
-                alive=alive.get(name, False),
-                now_micros=now_micros,
+                name, heartbeats.get(name), state, alive=bool(alive.get(name)), now=now_micros
             )
             for name in names
         ]
@@ -200,14 +192,14 @@ class WorkerTable:
         state: RunState,
         *,
         alive: bool,
-        now_micros: int,
+        now: int,
     ) -> WorkerRow:
         if heartbeat is None:
             return WorkerRow(
                 worker_id=worker_id, state="starting" if alive else "waiting", is_healthy=True
             )
         self._count_restart(heartbeat)
-        age = max(now_micros - heartbeat.sent_at, 0) / MICROS
+        age = max(now - heartbeat.sent_at, 0) / MICROS
         label = self._label(heartbeat, age, is_gone=worker_id in self._local and not alive)
         reported = state.metrics.get(worker_id)
         return WorkerRow(
@@ -235,7 +227,7 @@ class WorkerTable:
             return "stopped"
         if is_gone:
             return "down"
-        return "silent" if age > self._silent_seconds else heartbeat.state.value
+        return "silent" if is_overdue(age, self._workers_config) else heartbeat.state.value
 
 
 def format_activity(heartbeat: WorkerHeartbeat) -> str:

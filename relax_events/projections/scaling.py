@@ -99,8 +99,8 @@ class ScaleState:
     def _apply_scale_command(self, event: RunCommanded) -> None:
         if event.worker_id is not None:
             self._apply_exit(event.worker_id, event)
-        elif (known := self.requests.get(event.arguments.get("request", ""))) is not None:
-            self._apply_status(known, known.with_status(event))
+        elif (request := self.requests.get(event.arguments.get("request", ""))) is not None:
+            self._apply_status(request, request.with_status(event))
         elif (opened := ScaleRequest.from_command(event)) is not None:
             self._open(opened)
 

@@ -114,11 +114,11 @@ class TrainingHistory:
             BrokerUnavailable: A step is missing: its record is damaged, or its transaction is just
                 becoming visible.
         """
-        known = {step.policy_version for step in self.steps}
+        committed = {step.policy_version for step in self.steps}
         if lost := [
             event.policy_version
             for event in self.published[1:]
-            if event.policy_version not in known
+            if event.policy_version not in committed
         ]:
             raise BrokerUnavailable(
                 f"policy version {lost[0]} was published, but train step {lost[0] - 1} can't "
@@ -221,30 +221,30 @@ def _read_since_checkpoint(reader: LogReader, worker: Worker) -> list[PolicyVers
     A step names the newest checkpoint of its time. So the newest step leads to one checkpoint, and
     the first step that was trained after that checkpoint leads to the one before it.
     """
-    found = read_newest_publications(
-        reader, worker.plan, worker.records.decode, is_enough=lambda found: len(found) > 1
+    published = read_newest_publications(
+        reader, worker.plan, worker.records.decode, is_enough=lambda published: len(published) > 1
     )
-    version = max(_checkpoint_versions_since(found, reader, worker), default=-1)
+    version = max(_checkpoint_versions_since(published, reader, worker), default=-1)
     for _ in range(worker.config.trainer.keep_checkpoints):
-        found = _read_since_version(version, reader, worker)
-        older = min(_checkpoint_versions_since(found, reader, worker), default=version)
+        published = _read_since_version(version, reader, worker)
+        older = min(_checkpoint_versions_since(published, reader, worker), default=version)
         if older == version:
             break
         version = older
-    return found
+    return published
 
 
 def _read_since_version(
     version: int, reader: LogReader, worker: Worker
 ) -> list[PolicyVersionPublished]:
     """Return the publications since that of a version."""
-    found = read_newest_publications(
+    published = read_newest_publications(
         reader,
         worker.plan,
         worker.records.decode,
-        is_enough=lambda found: bool(found) and found[0].policy_version <= version,
+        is_enough=lambda published: bool(published) and published[0].policy_version <= version,
     )
-    return [event for event in found if event.policy_version >= version]
+    return [event for event in published if event.policy_version >= version]
 
 
 def _checkpoint_versions_since(

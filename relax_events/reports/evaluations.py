@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relax_events.events.types import PolicyEvaluated
 from relax_events.history.run_log import RunLog
+from relax_events.projections.base import apply_events
+from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import evaluation_rows
 
 ENTITY = "control.evaluations"
@@ -16,10 +17,9 @@ def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
     """Return a run's evaluations as its report shows them; nothing without the topic."""
     if log.plan.topic(ENTITY) not in log.topics:
         return []
-    first: dict[tuple[int, str], PolicyEvaluated] = {}
-    for found in log.read_control(ENTITY, PolicyEvaluated):
-        first.setdefault((found.event.policy_version, found.event.dataset), found.event)
-    return evaluation_rows(first.values())
+    state = RunState(keeps_all=True)
+    apply_events(log.read_control_events(ENTITY), state)
+    return evaluation_rows(state.evaluations.values())
 
 
 def build_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

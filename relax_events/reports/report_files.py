@@ -65,11 +65,10 @@ import orjson
 import psutil
 
 from relax_events.config import RunConfig
-from relax_events.events.parts import now_micros
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, max_sample_staleness
-from relax_events.projections.step_rates import compute_rates
+from relax_events.projections.step_rates import StepCurves, compute_rates
 from relax_events.reports.export_command import build_export_command
 from relax_events.runtime.run_description import digest_config
 from relax_events.secret_handling import write_private
@@ -80,49 +79,12 @@ EDGE_STEPS = 10
 SECRET_KEYS = {"broker": {"client"}}
 
 
-def write_report(
-    config: RunConfig,
-    state: RunState,
-    ledger: Ledger,
-    *,
-    wall_seconds: float,
-    succeeded: bool,
-    reason: str,
-    total_seconds: float | None = None,
-    ended_at: int | None = None,
-    source: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Write `report.json` into the run's directory and return the report.
-
-    It is written atomically, and an earlier report of the run is replaced. The module's docstring
-    lists the fields.
-
-    Args:
-        config: The run, as it was started.
-        state: The folded control log.
-        ledger: Of the whole run.
-        wall_seconds: How long this invocation took, including start and stop of broker and workers.
-        succeeded: Whether the goal was reached.
-        reason: Why the run ended.
-        total_seconds: How long all invocations took together; None where this is the only one.
-        ended_at: When this invocation ended, microseconds since the epoch; None is now.
-        source: Curves of the parent run.
+def write_report(config: RunConfig, report: Mapping[str, Any]) -> None:
+    """Write a report as `report.json` into the run's directory, atomically; an earlier one is
+    replaced.
     """
-    report = build_report(
-        config,
-        state,
-        ledger,
-        wall_seconds=wall_seconds,
-        succeeded=succeeded,
-        reason=reason,
-        ended_at=now_micros() if ended_at is None else ended_at,
-        total_seconds=total_seconds,
-        source=source,
-    )
-    write_private(
-        config.run_directory / "report.json", orjson.dumps(report, option=orjson.OPT_INDENT_2)
-    )
-    return report
+    data = orjson.dumps(report, option=orjson.OPT_INDENT_2)
+    write_private(config.run_directory / "report.json", data)
 
 
 def build_report(
@@ -140,7 +102,7 @@ def build_report(
     """Build the report of a run; the module's docstring lists the fields.
 
     Args:
-        config: The run.
+        config: The run, as it was started.
         state: The folded control log.
         ledger: Of the whole run.
         wall_seconds: See the module's docstring, as for `succeeded` and `reason`.
@@ -212,17 +174,19 @@ def evaluation_rows(evaluations: Iterable[PolicyEvaluated]) -> list[dict[str, An
 
 def step_curves(steps: Sequence[TrainStepCommitted]) -> dict[str, Any]:
     """Return the run's curves, one entry per step; see the module's docstring."""
-    names = list(dict.fromkeys(["reward_mean", *(name for step in steps for name in step.metrics)]))
-    phases = list(dict.fromkeys(phase for step in steps for phase in step.phase_seconds))
-    rates = [compute_rates([step]) for step in steps]
+    curves = StepCurves("d")
+    for step in steps:
+        curves.apply(step)
+    curves.columns.pop("samples_per_second", None)
+    missing = [None] * len(steps)
     return {
-        "train_step": [step.train_step for step in steps],
-        **{name: [finite(step.metrics.get(name)) for step in steps] for name in names},
+        "train_step": curves.steps.tolist(),
+        **dict.fromkeys(("reward_mean", "step_seconds", "tokens_per_second"), missing),
+        **{name: list(map(finite, column)) for name, column in curves.columns.items()},
         "staleness_max": [max_sample_staleness(step) for step in steps],
-        "step_seconds": [one.step_seconds for one in rates],
-        "tokens_per_second": [one.tokens_per_second for one in rates],
         "phase_seconds": {
-            phase: [step.phase_seconds.get(phase, 0.0) for step in steps] for phase in phases
+            phase: [0.0 if math.isnan(seconds) else seconds for seconds in column]
+            for phase, column in curves.phases.items()
         },
     }
 
@@ -242,8 +206,8 @@ def critic_curves(state: RunState) -> dict[str, Any]:
 
 def mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the known values; None when there are none."""
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
 
 
 def finite(value: float | None) -> float | None:

@@ -16,7 +16,7 @@ from relax_events.history.runs.replay import read_source_curves
 from relax_events.projections.base import apply_events
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
-from relax_events.reports.report_files import write_report
+from relax_events.reports.report_files import build_report, write_report
 from relax_events.session.records import SESSIONS_FILE, parse_sessions, session_seconds
 from relax_events.topics.names import METRICS
 
@@ -67,20 +67,19 @@ def write_final_report(
         on_progress: As for `read_ledger`.
     """
     ledger, state = read_ledger(config, on_progress=on_progress), read_state(config)
-    steps = [step.train_step for step in state.steps]
-    extras: dict[str, Any] = {
-        "source": read_source_curves(config, steps),
-    }
-    extras["total_seconds"] = total_seconds([step.committed_at for step in state.steps])
-    return write_report(
+    report = build_report(
         config,
         state,
         ledger,
         wall_seconds=wall_seconds,
         succeeded=succeeded,
         reason=reason,
-        **extras,
-    ), ledger
+        ended_at=now_micros(),
+        total_seconds=total_seconds([step.committed_at for step in state.steps]),
+        source=read_source_curves(config, [step.train_step for step in state.steps]),
+    )
+    write_report(config, report)
+    return report, ledger
 
 
 def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[str, Any], Ledger]:
@@ -92,10 +91,7 @@ def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[
         on_progress: As for `read_ledger`.
     """
     ledger, state = read_ledger(config, on_progress=on_progress), read_state(config)
-    steps, commits = (
-        [step.train_step for step in state.steps],
-        [step.committed_at for step in state.steps],
-    )
+    commits = [step.committed_at for step in state.steps]
     path = config.run_directory / SESSIONS_FILE
     sessions = parse_sessions(path.read_bytes()) if path.exists() else []
     until = max(
@@ -111,7 +107,7 @@ def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[
     ]
     ended_at = sessions[-1].started_at + int(seconds[-1] * MICROS) if sessions else until
     ended = state.ended
-    report = write_report(
+    report = build_report(
         config,
         state,
         ledger,
@@ -120,8 +116,9 @@ def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[
         reason=ended.reason if ended else NOT_ENDED,
         total_seconds=sum(seconds),
         ended_at=ended_at,
-        source=read_source_curves(config, steps),
+        source=read_source_curves(config, [step.train_step for step in state.steps]),
     )
+    write_report(config, report)
     return report, ledger
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Self, TextIO
@@ -24,7 +23,7 @@ log = structlog.get_logger()
 LAG_TIMEOUT_SECONDS = 5.0
 
 
-class StatusReader(AbstractContextManager["StatusReader"]):
+class StatusReader(RunFollower):
     """Reads a run's status from its control log, any number of times while it is entered."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -33,14 +32,11 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         Args:
             config: The run, with the broker's address and the principal filled in.
         """
-        self._config, self._run = config, RunFollower(config, name="status")
+        super().__init__(config, name="status")
 
     def __enter__(self) -> Self:
-        self._run.__enter__()
-        self._admin = Admin(
-            replace(self._run.connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS)
-        )
-        return self
+        self._admin = Admin(replace(self.connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS))
+        return super().__enter__()
 
     def __exit__(
         self,
@@ -49,20 +45,16 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         trace: TracebackType | None,
     ) -> None:
         self._admin.close()
-        self._run.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
 
     def read(self) -> RunView:
         """Return the run as it is now."""
         lag = self._lag()
-        with self._run.lock:
-            state, alive, now = (
-                self._run.state,
-                dict.fromkeys(self._run.alive(), True),
-                now_micros(),
-            )
-            table = WorkerTable(self._config, since_micros=self._heartbeats_since())
-            workers = table.rows(state, alive=alive, now_micros=now)
-            return RunView.from_state(self._config, state, now=now, workers=workers, lag=lag)
+        with self.lock:
+            alive, now = dict.fromkeys(self.alive(), True), now_micros()
+            table = WorkerTable(self.config, since_micros=self._heartbeats_since())
+            workers = table.rows(self.state, alive=alive, now_micros=now)
+            return RunView.from_state(self.config, self.state, now=now, workers=workers, lag=lag)
 
     def show(self, stream: TextIO, *, turn_seconds: float) -> None:
         """Draw the run on a terminal until it has ended.
@@ -72,19 +64,14 @@ class StatusReader(AbstractContextManager["StatusReader"]):
             turn_seconds: Interval between two updates.
         """
         with ProgressDisplay(
-            self._config,
-            tty=True,
-            stream=stream,
-            heartbeats_since=self._heartbeats_since(),
+            self.config, tty=True, stream=stream, heartbeats_since=self._heartbeats_since()
         ) as display:
             while True:
                 lag = self._lag()
-                with self._run.lock:
-                    display.update(
-                        self._run.state, lag=lag, alive=dict.fromkeys(self._run.alive(), True)
-                    )
-                if self._run.wait_for(
-                    lambda: self._run.state.ended is not None, timeout_seconds=turn_seconds
+                with self.lock:
+                    display.update(self.state, lag=lag, alive=dict.fromkeys(self.alive(), True))
+                if self.wait_for(
+                    lambda: self.state.ended is not None, timeout_seconds=turn_seconds
                 ):
                     return
 
@@ -92,11 +79,11 @@ class StatusReader(AbstractContextManager["StatusReader"]):
         """Return the oldest time of a heartbeat that is shown: the log keeps the last one of every
         worker that ever ran.
         """
-        return now_micros() - compute_silence_limit(self._config.workers)
+        return now_micros() - compute_silence_limit(self.config.workers)
 
     def _lag(self) -> Mapping[str, Mapping[int, int]]:
         try:
-            return read_slot_lag(self._config, self._admin)
+            return read_slot_lag(self.config, self._admin)
         except BrokerError as error:
             log.debug("consumer_lag.read_failed", error=str(error))
             return {}

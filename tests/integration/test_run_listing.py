@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 from broker_steps import turn_until
-from event_samples import committed, published
+from event_samples import committed, ended, published
 
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused, ConfigError
@@ -97,7 +97,9 @@ def test_run_status_and_settings_are_read_from_its_log(
     assert read_run(connection, run_id).status == "interrupted"
     write(producer, config, "control.commands", RunCommanded(command=Command.STOP, reason="enough"))
     assert read_run(connection, run_id).status == "ended"
-    assert len(read_details(connection, read_run(connection, run_id)).steps) == 100
+    write(producer, config, "control.prompt-group-outcomes", *[ended("000000-0000-0")] * 2)
+    state = read_details(connection, read_run(connection, run_id)).state
+    assert (len(state.steps), state.outcomes) == (100, {"failed": 1})  # repeated ones count once
 
 
 def test_worker_without_recent_heartbeat_does_not_count_as_alive(

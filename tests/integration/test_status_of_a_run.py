@@ -64,7 +64,7 @@ def read_page(config: RunConfig) -> dict[str, Any]:
     registry.close()
     reader = RunReader(config).start()
     try:
-        turn_until(lambda: bool(reader.fold.state.workers))
+        turn_until(lambda: bool(reader.fold.workers))
         return {
             "page, list": rows[config.run.id]["status"],
             "page, head": build_summary(reader)["status"],

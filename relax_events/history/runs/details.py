@@ -4,7 +4,6 @@ trained again.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,13 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from relax_events.config import RunConfig
-from relax_events.events.parts import CheckpointRef
-from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
+from relax_events.events.types import TrainStepCommitted
 from relax_events.history.runs.listing import RunSummary, decode_records, read_runs
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
+from relax_events.projections.run_state import RunState
 from relax_events.session.resume import settings_history
 from relax_events.topics import TopicPlan
 
@@ -31,25 +30,15 @@ METRICS_SHOWN = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A committed step, without its samples."""
-
-    train_step: int
-    metrics: Mapping[str, float]
-    checkpoint: CheckpointRef | None
-    is_on_log: bool
-
-
 @dataclass(slots=True)
 class RunDetails:
-    """A run's steps and outcomes; `weights` and `checkpoints` are the versions that the object
-    store still holds.
+    """A run with all its steps and outcomes; `recorded_steps` are those whose records are on the
+    log, `weights` and `checkpoints` the versions that the object store still holds.
     """
 
     summary: RunSummary
-    steps: list[StepRow] = field(default_factory=list)
-    outcomes: Counter[str] = field(default_factory=Counter)
+    state: RunState = field(default_factory=lambda: RunState(keeps_all=True))
+    recorded_steps: set[int] = field(default_factory=set)
     weights: list[int] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     forks: list[str] = field(default_factory=list)
@@ -59,10 +48,11 @@ class RunDetails:
         """The first and last version of a replay: the newest uninterrupted range of steps whose
         records are on the log.
         """
-        if not self.steps or not self.steps[-1].is_on_log:
+        steps = [step.train_step for step in self.state.steps]
+        if not steps or steps[-1] not in self.recorded_steps:
             return None
-        gone = [row.train_step for row in self.steps if not row.is_on_log]
-        return (gone[-1] + 1 if gone else self.steps[0].train_step), self.steps[-1].train_step + 1
+        gone = [step for step in steps if step not in self.recorded_steps]
+        return (gone[-1] + 1 if gone else steps[0]), steps[-1] + 1
 
     @property
     def start_versions(self) -> list[int]:
@@ -99,38 +89,27 @@ def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
                 for topic_partition in topic_partitions
             },
         ):
-            if isinstance(event, TrainStepCommitted):
-                details.steps.append(
-                    StepRow(
-                        event.train_step,
-                        event.metrics,
-                        event.checkpoint,
-                        find_missing_record(event, oldest) is None,
-                    )
-                )
-            elif isinstance(event, PromptGroupEnded):
-                details.outcomes[event.outcome.value] += 1
+            details.state.apply(event)
+            if isinstance(event, TrainStepCommitted) and find_missing_record(event, oldest) is None:
+                details.recorded_steps.add(event.train_step)
     finally:
         reader.close()
         admin.close()
-    if (config := summary.config) is not None and (
-        store := open_existing_store(config)
-    ) is not None:
-        details.weights, details.checkpoints = (
-            list_versions(store, "weights/"),
-            list_versions(store, "checkpoints/"),
-        )
+    store = open_existing_store(summary.config) if summary.config else None
+    if store is not None:
+        details.weights = list_versions(store, "weights/")
+        details.checkpoints = list_versions(store, "checkpoints/")
     return details
 
 
 def list_forks(runs: Iterable[RunSummary], run_id: str) -> list[str]:
     """Return the runs that forked or replay this one, as `other (replay from 0)`."""
-    found = []
+    forks = []
     for run in runs:
         if run.description is not None and run.description.parent_run == run_id:
             kind = "replay" if (config := run.config) and config.is_replay else "fork"
-            found.append(f"{run.run_id} ({kind} from {run.description.parent_version})")
-    return found
+            forks.append(f"{run.run_id} ({kind} from {run.description.parent_version})")
+    return forks
 
 
 def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
@@ -213,7 +192,7 @@ def details_as_dict(details: RunDetails) -> dict[str, Any]:
                 summary.state.descriptions, run_id=summary.run_id
             )
         },
-        "outcomes": dict(details.outcomes),
+        "outcomes": dict(details.state.outcomes),
         "versions": {
             "newest": summary.policy_version,
             "recorded": list(recorded) if recorded else [],
@@ -223,10 +202,10 @@ def details_as_dict(details: RunDetails) -> dict[str, Any]:
         },
         "steps": [
             {
-                "train_step": row.train_step,
-                **{name: row.metrics[name] for name in METRICS_SHOWN if name in row.metrics},
+                "train_step": step.train_step,
+                **{name: step.metrics[name] for name in METRICS_SHOWN if name in step.metrics},
             }
-            for row in details.steps
+            for step in details.state.steps
         ],
     }
 

@@ -8,6 +8,7 @@ import difflib
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import structlog
@@ -46,7 +47,7 @@ AFRESH_SECONDS = 300.0
 PartitionKey = tuple[str, int]
 
 
-@dataclass(slots=True)
+@dataclass
 class RunSummary:
     """A run as its log shows it. `state` is folded from the commands, the newest train step and
     recent heartbeats only.
@@ -64,7 +65,7 @@ class RunSummary:
         """The run's description; None for a partly deleted run."""
         return self.state.description
 
-    @property
+    @cached_property
     def config(self) -> RunConfig | None:
         """The run file, where the log has it and this release can read it."""
         try:

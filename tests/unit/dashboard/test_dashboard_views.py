@@ -25,7 +25,7 @@ from relax_events.projections.run_status import decide_status
 
 def make_fold(*, steps: int = 0, seconds: float = 1.0) -> RunFold:
     """Return the state of a run after so many steps."""
-    fold = RunFold(run_config())
+    fold = RunFold(config=run_config())
     for step in range(steps):
         fold.apply(train_step(step, at_seconds=1000 + seconds * step))
     return fold
@@ -50,9 +50,9 @@ def test_run_is_not_called_interrupted_for_what_the_reader_has_not_read_yet() ->
     status = ReaderStatus(read_until=1_001_000_000)
     much_later = 5_000_000_000
     workers = fold.config.workers
-    assert decide_status(fold.state, workers, now=status.known_now(much_later)) == "running"
+    assert decide_status(fold, workers, now=status.known_now(much_later)) == "running"
     status.read_until = much_later
-    assert decide_status(fold.state, workers, now=status.known_now(much_later)) == "interrupted"
+    assert decide_status(fold, workers, now=status.known_now(much_later)) == "interrupted"
     assert ReaderStatus().known_now(7) == 7
 
 

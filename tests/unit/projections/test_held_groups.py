@@ -32,7 +32,7 @@ def heartbeat(worker_id: str, *listed: str, **changes: Any) -> WorkerHeartbeat:
 
 
 def ask(held: HeldPromptGroups, now: float) -> dict[str, list[str]]:
-    return held.take_lost(now=now, silent_seconds=10.0, wanted=WANTED)
+    return held.take_lost(now=now, silent_seconds=10.0, awaited=WANTED)
 
 
 def lost(held: HeldPromptGroups, since: float, until: float) -> dict[str, list[str]]:

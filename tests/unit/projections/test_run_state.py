@@ -54,6 +54,16 @@ def test_run_state_reflects_the_applied_events() -> None:
     assert state.policy_version == 1
 
 
+def test_failures_in_a_row_are_dated_from_the_first_one() -> None:
+    state = RunState()
+    for at, outcome in enumerate((Outcome.FAILED, Outcome.EXPIRED, Outcome.FAILED), start=5):
+        event = ended(f"00000{at}-0000-0", outcome)
+        state.apply(replace(event, ended_at=at))
+    assert (state.num_consecutive_failures, state.failing_since) == (2, 5)
+    state.apply(replace(ended("000009-0000-0", Outcome.TRAINED), ended_at=9))
+    assert (state.num_consecutive_failures, state.failing_since) == (0, 0)
+
+
 def test_run_state_keeps_displayed_step_metrics_but_no_samples() -> None:
     of_samples = {
         "prompt_group_ids": ["a"],

@@ -74,7 +74,7 @@ def test_page_terminal_status_and_report_show_the_same_rates() -> None:
     head, curves = build_summary(reader), build_overview(reader)["columns"]
     report = build_report(
         config,
-        reader.fold.state,
+        reader.fold,
         ledger,
         wall_seconds=30.0,
         succeeded=True,
@@ -87,7 +87,7 @@ def test_page_terminal_status_and_report_show_the_same_rates() -> None:
     assert head["remaining_seconds"] == pytest.approx(20 * 0.525)
     assert report["tokens_per_second"] == pytest.approx(tokens_per_second)
     assert report["samples_per_second"] == pytest.approx(samples_per_second)
-    assert "tokens/s 257" in read_lines(config, reader.fold.state)
+    assert "tokens/s 257" in read_lines(config, reader.fold)
     by_step = [10.0] * 5 + [0.5] * 19 + [1.0]
     assert curves["step_seconds"] == report["curves"]["step_seconds"] == by_step
     tokens = [10.0] * 5 + [200.0] * 19 + [800.0]

@@ -148,7 +148,7 @@ def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -
     state, ledger = recorded_run(5, loss=0.1 + 0.2)
     state.steps[2].metrics["grad_norm"] = math.nan
     state.steps[3].metrics["grad_norm"] = 1.5
-    write_report(config, state, ledger, wall_seconds=100.0, succeeded=True, reason="done")
+    write_report(config, built(state, ledger, config=config))
     curves = json.loads((config.run_directory / "report.json").read_text())["curves"]
     assert curves["train_step"] == [0, 1, 2, 3, 4]
     assert curves["loss"] == [0.30000000000000004] * 5
@@ -161,9 +161,8 @@ def test_report_curves_have_an_entry_per_step_and_exact_losses(tmp_path: Path) -
 def test_report_is_written_atomically_and_matches_the_returned_value(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     for reason in ("first", "second"):
-        report = write_report(
-            config, *recorded_run(3), wall_seconds=9.0, succeeded=reason == "second", reason=reason
-        )
+        report = built(*recorded_run(3), config=config, reason=reason)
+        write_report(config, report)
     assert json.loads((config.run_directory / "report.json").read_text()) == report
     assert report["reason"] == "second"
     assert [path.name for path in config.run_directory.iterdir()] == ["report.json"]
@@ -171,9 +170,8 @@ def test_report_is_written_atomically_and_matches_the_returned_value(tmp_path: P
 
 def test_report_works_when_no_step_was_made(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    report = write_report(
-        config, RunState(), Ledger(2), wall_seconds=3.0, succeeded=False, reason="interrupted"
-    )
+    report = built(RunState(), Ledger(2), config=config, succeeded=False)
+    write_report(config, report)
     empty = (
         "reward_first",
         "reward_last",
