@@ -61,25 +61,25 @@ class FilePlugin:
             ConfigError: The file fails to load, or does not define the object.
         """
         module = load_file(self.path, what=self.what)
-        found = getattr(module, self.attribute, None)
-        if not isinstance(found, self.accepts):
+        target = getattr(module, self.attribute, None)
+        if not isinstance(target, self.accepts):
             defined = ", ".join(self._defined(module)) or "none"
             raise ConfigError(
                 f"{self.what}: {self.path} has no {describe_kind(self.accepts)} "
                 f"{self.attribute!r}, only {defined}"
             )
-        return found
+        return target
 
     def _defined(self, module: ModuleType) -> list[str]:
         """List the names of this kind that the file itself defines, without its imports."""
-        found = {
+        members = {
             name: value
             for name, value in vars(module).items()
             if isinstance(value, self.accepts) and not name.startswith("_")
         }
         return [
             name
-            for name, value in found.items()
+            for name, value in members.items()
             if not callable(value) or value.__module__ == module.__name__
         ]
 
@@ -139,13 +139,13 @@ def find_missing_import(plugin: EntryPoint | FilePlugin) -> str | None:
         if spec is None or spec.origin is None:
             return plugin.module
         path, siblings = Path(spec.origin), set[str]()
-    wanted: list[str] = []
+    module_names: list[str] = []
     for statement in ast.parse(path.read_bytes()).body:
         if isinstance(statement, ast.Import):
-            wanted += [name.name for name in statement.names]
+            module_names += [name.name for name in statement.names]
         elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-            wanted.append(statement.module)
-    packages = dict.fromkeys(name.partition(".")[0] for name in wanted)
+            module_names.append(statement.module)
+    packages = dict.fromkeys(name.partition(".")[0] for name in module_names)
     return next(
         (
             name

@@ -40,11 +40,11 @@ def _set(section: str, **values: Any) -> Callable[[Path, dict[str, Any]], None]:
     return lambda folder, tree: tree[section][0].update(values)
 
 
-def _partition_of(folder: Path, tree: dict[str, Any]) -> Path:
+def _find_partition_file(folder: Path, tree: dict[str, Any]) -> Path:
     return folder / str(tree["partitions"][0]["file"])
 
 
-def _object_of(folder: Path, tree: dict[str, Any]) -> Path:
+def _find_object_file(folder: Path, tree: dict[str, Any]) -> Path:
     return folder / "objects" / str(tree["objects"][0]["key"])
 
 
@@ -113,13 +113,13 @@ ATTACKS = (
         ArchiveAttack(f"{what} of the {name}", change(find))
         for what, change in (("link", _link), ("pipe", _pipe), ("huge file", _sparse))
         for name, find in (
-            ("partition", _partition_of),
-            ("object", _object_of),
+            ("partition", _find_partition_file),
+            ("object", _find_object_file),
             ("manifest", _manifest),
         )
     ),
-    ArchiveAttack("link to the partition's folder", _link_parent(_partition_of)),
-    ArchiveAttack("link to the object's folder", _link_parent(_object_of)),
+    ArchiveAttack("link to the partition's folder", _link_parent(_find_partition_file)),
+    ArchiveAttack("link to the object's folder", _link_parent(_find_object_file)),
     *(
         ArchiveAttack(f"{count!r} partitions", _num_partitions(count))
         for count in (10**9, 0, -1, "3", None)

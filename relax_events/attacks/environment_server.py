@@ -45,8 +45,8 @@ class HostileServer:
                 await connection.send("[" + " " * HUGE_BYTES + "]")
             else:
                 observation = self._observations.get(name, {"text": WELL})
-                said = {"type": "observation", "data": {"observation": observation}}
-                await connection.send(json.dumps(said))
+                reply = {"type": "observation", "data": {"observation": observation}}
+                await connection.send(json.dumps(reply))
 
     async def _serve(self) -> None:
         from websockets.asyncio.server import serve

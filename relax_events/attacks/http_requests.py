@@ -37,8 +37,8 @@ class Target:
     def head(self, *lines: str, host: str = "", key: str | None = None, path: str = "") -> bytes:
         """Return a head of POST with further lines; an empty key leaves it out."""
         key = self.key if key is None else key
-        given = (f"Host: {host or self.host}", "Content-Type: application/json", key, *lines)
-        text = "\r\n".join((f"POST {path or self.path} HTTP/1.1", *filter(None, given)))
+        headers = (f"Host: {host or self.host}", "Content-Type: application/json", key, *lines)
+        text = "\r\n".join((f"POST {path or self.path} HTTP/1.1", *filter(None, headers)))
         return f"{text}\r\n\r\n".encode("latin-1")
 
 

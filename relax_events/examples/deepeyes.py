@@ -119,11 +119,11 @@ def score(
     characters. It is right if it equals the reference, upper and lower case aside.
     """
     answers = ANSWER.findall(completion)
-    given = answers[-1].strip() if answers else ""
-    is_formed = len(answers) == 1 and 0 < len(given) < MAX_ANSWER_CHARACTERS
-    accuracy = float(given.casefold() == answer.strip().casefold())
-    said = [turn["content"] for turn in turns if turn["role"] != "assistant"]
-    used_tool = any(not text for text in said)  # an image alone; a mistake is answered by a text
+    policy_answer = answers[-1].strip() if answers else ""
+    is_formed = len(answers) == 1 and 0 < len(policy_answer) < MAX_ANSWER_CHARACTERS
+    accuracy = float(policy_answer.casefold() == answer.strip().casefold())
+    replies = [turn["content"] for turn in turns if turn["role"] != "assistant"]
+    used_tool = any(not text for text in replies)  # an image alone; a mistake is answered by a text
     components = {
         "accuracy": accuracy,
         "format": 0.0 if is_formed else -1.0,

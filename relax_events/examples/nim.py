@@ -62,18 +62,18 @@ def score_game(
     moves where there was one; it is 1 after a game without any such position.
     """
     moves = [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    stones, found, has_won = int(metadata["options"]["stones"]), [], False
+    stones, best_moves, has_won = int(metadata["options"]["stones"]), [], False
     for move in moves:
         if best_move(stones):
-            found.append(move.strip() == str(best_move(stones)))
+            best_moves.append(move.strip() == str(best_move(stones)))
         stones, _, has_won = take(stones, move)
     last = 1.0 if has_won else -1.0
     results = [last * (-1.0) ** (len(moves) - 1 - index) for index in range(len(moves))]
     following = [*results[1:], 0.0]
     return {
         "reward": 0.0,
-        "best_moves": float(np.mean(found)) if found else 1.0,
-        "turn_rewards": [own - later for own, later in zip(results, following, strict=True)],
+        "best_moves": float(np.mean(best_moves)) if best_moves else 1.0,
+        "turn_rewards": [result - later for result, later in zip(results, following, strict=True)],
     }
 
 

@@ -30,8 +30,8 @@ def make_bug(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
     """Make a wrong function, with a visible test for the agent, and the hidden ones as the answer,
     which the agent never sees.
     """
-    wanted = str(generator.choice(list(BODIES)))
-    body, bodies = BODIES[wanted], list(BODIES.values())
+    purpose = str(generator.choice(list(BODIES)))
+    body, bodies = BODIES[purpose], list(BODIES.values())
     wrong = str(generator.choice([one for one in bodies if one != body]))
     shape = (NUM_HIDDEN_TESTS * NUM_CALLS + 1, 2)
     arguments = generator.integers(2, MAX_ARGUMENT + 1, shape).tolist()
@@ -45,7 +45,7 @@ def make_bug(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
     if not passes(tries[0], visible):
         turns.append(write_function(tries[1]))
         replies.append({"role": "user", "content": FAILED})
-    prompt = f"f must return {wanted}:\n{write_function(wrong)}"
+    prompt = f"f must return {purpose}:\n{write_function(wrong)}"
     files = {"f.py": write_function(wrong).strip("`").removeprefix("python\n")}
     metadata = {"visible_test": visible, "files": files, "turns": turns, "replies": replies}
     return prompt, orjson.dumps({"tests": hidden}).decode(), metadata
@@ -63,9 +63,9 @@ def write_test(body: str, a: int, b: int) -> str:
 
 def passes(body: str, test: str) -> bool:
     """Return whether a function with one of the known bodies passes a test."""
-    call, _, wanted = test.removeprefix("assert f(").partition(") == ")
+    call, _, expected = test.removeprefix("assert f(").partition(") == ")
     a, b = map(int, call.split(", "))
-    return compute(body, a, b) == int(wanted)
+    return compute(body, a, b) == int(expected)
 
 
 def compute(body: str, a: int, b: int) -> int:

@@ -90,15 +90,18 @@ def make_question(generator: np.random.Generator) -> tuple[str, str, dict[str, A
     text = "\n".join(read_corpus())
     cities, countries = dict(LIVES.findall(text)), dict(IS_IN.findall(text))
     person, other = map(str, generator.choice(sorted(cities), 2, replace=False))
-    asked = f"Not {other}: in which country is {person}?"
+    question = f"Not {other}: in which country is {person}?"
     first = person if generator.random() < 0.5 else other
-    turns = [call_of(first), call_of(cities[first]), countries[cities[first]]]
-    said = [f"{first} lives in the city of {cities[first]}.", f"{cities[first]} is in {turns[-1]}."]
-    replies = [{"role": "tool", "content": text} for text in said]
-    return asked, countries[cities[person]], {"turns": turns, "replies": replies}
+    turns = [write_call(first), write_call(cities[first]), countries[cities[first]]]
+    texts = [
+        f"{first} lives in the city of {cities[first]}.",
+        f"{cities[first]} is in {turns[-1]}.",
+    ]
+    replies = [{"role": "tool", "content": text} for text in texts]
+    return question, countries[cities[person]], {"turns": turns, "replies": replies}
 
 
-def call_of(query: str) -> str:
+def write_call(query: str) -> str:
     """Return the turn that searches."""
     arguments = f'{{"query": "{query}"}}'
     return f'<tool_call>{{"name": "search", "arguments": {arguments}}}</tool_call>'

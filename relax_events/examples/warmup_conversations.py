@@ -133,10 +133,10 @@ class WarmupConversations:
                 observation = session.step(answer).result()
                 if observation.is_over or not observation.replies:
                     raise ConfigError(describe_early_end(answers, number))
-                said = [reply.message for reply in observation.replies]
+                replies = [reply.message for reply in observation.replies]
                 before = (*task.messages, *turns[:-1])
-                pieces.append(self._renderer.reply_tokens(before, *said, tools=task.tools))
-                turns += said
+                pieces.append(self._renderer.reply_tokens(before, *replies, tools=task.tools))
+                turns += replies
                 media = [*media, *(piece for one in observation.replies for piece in one.media)]
         finally:
             session.close()
@@ -148,9 +148,9 @@ class WarmupConversations:
         if self._pool is None:
             replies = read_replies(task.metadata, key=self._config.sft_warmup.replies_key)
             return ProcessedReply(replies[number - 1], ()) if number <= len(replies) else None
-        found: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
-        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=found.put)
-        return found.get().result()
+        reply_queue: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
+        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=reply_queue.put)
+        return reply_queue.get().result()
 
 
 def join_pieces(

@@ -69,30 +69,30 @@ class AnthropicPrompt(ModelCall):
 
     def tool_list(self) -> list[Message]:
         """Return the tools as chat templates read them; see `ModelCall`."""
-        found = []
+        tools = []
         for tool in self.tools:
             if (kind := tool.get("type", "custom")) not in ("custom", None):
                 raise PoisonSample(
                     f"a tool of type {kind!r} runs at Anthropic; offer tools with an input_schema"
                 )
             name = require_text(tool, "name", "a tool")
-            found.append(build_tool(name, tool.get("description"), tool.get("input_schema")))
-        return found
+            tools.append(build_tool(name, tool.get("description"), tool.get("input_schema")))
+        return tools
 
     def history(self, session: Session) -> list[Message]:
         """Return the conversation: a result of a tool is a message of its own; see `ModelCall`."""
-        found: list[Message] = []
+        messages: list[Message] = []
         if self.system:
-            found.append({"role": "system", "content": _content(self.system)})
+            messages.append({"role": "system", "content": _content(self.system)})
         for message in self.messages:
             content = message.get("content", "")
             if message["role"] == ASSISTANT:
-                found.append(_assistant_message(content))
+                messages.append(_assistant_message(content))
             elif message["role"] == "system" or isinstance(content, str):
-                found.append({"role": message["role"], "content": _content(content)})
+                messages.append({"role": message["role"], "content": _content(content)})
             else:
-                found += _user_messages(require_list(content, "a message's content"))
-        return with_one_system_message(found)
+                messages += _user_messages(require_list(content, "a message's content"))
+        return with_one_system_message(messages)
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
         """Return the answer of a call that is not streamed."""

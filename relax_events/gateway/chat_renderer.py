@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.rendering import ANSWER_MARK, PromptRenderer
 from relax_events.errors import PoisonSample
-from relax_events.gateway.messages import Message, for_template, media_of, text_of
+from relax_events.gateway.messages import Message, for_template, list_media, read_text
 from relax_events.gateway.render_queue import RenderQueue
 from relax_events.gateway.tool_formats import choose_format
 
@@ -58,7 +58,7 @@ class ChatRenderer:
         """
         turns = self._for_template(messages)
         return self._renderer.encode_with_media(
-            self._renderer.render_turns(turns, tools=list(tools) or None), media_of(messages)
+            self._renderer.render_turns(turns, tools=list(tools) or None), list_media(messages)
         )
 
     def bridge_tokens(
@@ -87,13 +87,13 @@ class ChatRenderer:
         turns = self._for_template((*before, *rest))
         turns.insert(len(before), {"role": ASSISTANT, "content": ANSWER_MARK})
         text = self._renderer.render_turns(turns, tools=list(tools) or None)
-        num_marks = sum(text_of(message).count(ANSWER_MARK) for message in (*before, *rest))
+        num_marks = sum(read_text(message).count(ANSWER_MARK) for message in (*before, *rest))
         if num_marks or text.count(ANSWER_MARK) != 1:
             raise PoisonSample(
                 "the chat template leaves out, or repeats, an earlier turn of the policy; set "
                 "data.chat_template_file to a template that keeps it"
             )
-        tokens = self._renderer.encode_with_media(text.partition(ANSWER_MARK)[2], media_of(rest))
+        tokens = self._renderer.encode_with_media(text.partition(ANSWER_MARK)[2], list_media(rest))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[int(stops[0]) + 1 :] if has_stop and len(stops) else tokens
 

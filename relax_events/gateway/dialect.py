@@ -67,8 +67,8 @@ class Problem:
     @property
     def headers(self) -> dict[str, str]:
         """The headers that the clients of all dialects obey."""
-        found = {"Retry-After": str(self.retry_after_seconds)} if self.retry_after_seconds else {}
-        return found | ({"x-should-retry": "false"} if self.is_final else {})
+        headers = {"Retry-After": str(self.retry_after_seconds)} if self.retry_after_seconds else {}
+        return headers | ({"x-should-retry": "false"} if self.is_final else {})
 
 
 class ModelCall(CallSampling, ABC):

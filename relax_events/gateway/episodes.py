@@ -235,8 +235,8 @@ class EpisodeEngine(CallEngine):
         """Open a session of a prompt group, which knows the media of its row."""
         media = None
         if self._renderer.reads_media and request.environment_context is not None:
-            known = list_message_media(request.environment_context.messages)
-            media = SessionMedia.of_prompt(self._media, known)
+            row_media = list_message_media(request.environment_context.messages)
+            media = SessionMedia.of_prompt(self._media, row_media)
         return Session(request, sample, self._bounds, self._renderer, self.generate, media=media)
 
     async def _run_attempt(

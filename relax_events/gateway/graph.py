@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.requests import merge_segments
 from relax_events.events.parts import MediaRef, VersionSegment
-from relax_events.gateway.messages import Message, extend_digest, media_of, path_digests
+from relax_events.gateway.messages import Message, extend_digest, list_media, path_digests
 
 
 @dataclass(slots=True, eq=False)
@@ -178,7 +178,9 @@ def path_messages(node: Node) -> list[Message]:
 
 def path_media(node: Node | None) -> list[MediaRef]:
     """Return the media files of `path_tokens`, in order."""
-    return [] if node is None else [one for each in node.path() for one in media_of(each.messages)]
+    return (
+        [] if node is None else [one for each in node.path() for one in list_media(each.messages)]
+    )
 
 
 def sampled_mask(node: Node | None) -> NDArray[np.bool_]:

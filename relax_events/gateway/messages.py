@@ -31,7 +31,7 @@ MAX_EXACT_INTEGER = 2**53
 """Below it a float has the value of the integer that it stands for."""
 
 
-def content_of(message: Message) -> list[str | MediaRef]:
+def read_content(message: Message) -> list[str | MediaRef]:
     """Return a message's content: texts, with neighbours joined, and media references.
 
     Raises:
@@ -40,14 +40,14 @@ def content_of(message: Message) -> list[str | MediaRef]:
     content = message.get("content")
     if content is None:
         return []
-    found: list[str | MediaRef] = []
+    pieces: list[str | MediaRef] = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         piece = _piece(part)
-        if isinstance(piece, str) and found and isinstance(before := found[-1], str):
-            found[-1] = before + piece
+        if isinstance(piece, str) and pieces and isinstance(before := pieces[-1], str):
+            pieces[-1] = before + piece
         else:
-            found.append(piece)
-    return found
+            pieces.append(piece)
+    return pieces
 
 
 def _piece(part: Any) -> str | MediaRef:
@@ -61,9 +61,9 @@ def _piece(part: Any) -> str | MediaRef:
     raise PoisonSample(f"a message has a part of type {kind!r}; this gateway takes text parts only")
 
 
-def text_of(message: Message) -> str:
-    """Return a message's text without its media; errors as for `content_of`."""
-    return "".join(piece for piece in content_of(message) if isinstance(piece, str))
+def read_text(message: Message) -> str:
+    """Return a message's text without its media; errors as for `read_content`."""
+    return "".join(piece for piece in read_content(message) if isinstance(piece, str))
 
 
 def count_text_bytes(value: Any) -> int:
@@ -80,24 +80,24 @@ def count_text_bytes(value: Any) -> int:
     return total
 
 
-def media_of(messages: Iterable[Message]) -> list[MediaRef]:
-    """Return the media references of messages, in order; errors as for `content_of`."""
+def list_media(messages: Iterable[Message]) -> list[MediaRef]:
+    """Return the media references of messages, in order; errors as for `read_content`."""
     return [
         piece
         for message in messages
         if not isinstance(message.get("content"), str)
-        for piece in content_of(message)
+        for piece in read_content(message)
         if isinstance(piece, MediaRef)
     ]
 
 
 def to_chat_message(message: Message) -> ChatMessage:
-    """Return a message as events have it; errors as for `content_of`."""
+    """Return a message as events have it; errors as for `read_content`."""
     parts = [
         ContentPart(Modality.TEXT, piece)
         if isinstance(piece, str)
         else ContentPart(_modality(piece), media=piece)
-        for piece in content_of(message)
+        for piece in read_content(message)
     ]
     return ChatMessage(str(message["role"]), parts or [ContentPart(Modality.TEXT, "")])
 
@@ -117,28 +117,29 @@ def with_one_system_message(messages: Sequence[Message]) -> list[Message]:
     """Return a conversation whose system messages at its beginning are one, since chat templates
     take one there; a developer's message is a system message, which they don't know either.
     """
-    known = [
+    conversation = [
         {**message, "role": SYSTEM} if message.get("role") in SYSTEM_ROLES else message
         for message in messages
     ]
     count = next(
-        (index for index, message in enumerate(known) if message.get("role") != SYSTEM), len(known)
+        (index for index, message in enumerate(conversation) if message.get("role") != SYSTEM),
+        len(conversation),
     )
     if count < 2:
-        return known
-    text = "\n\n".join(text_of(message) for message in known[:count])
-    return [{"role": SYSTEM, "content": text}, *known[count:]]
+        return conversation
+    text = "\n\n".join(read_text(message) for message in conversation[:count])
+    return [{"role": SYSTEM, "content": text}, *conversation[count:]]
 
 
 def fingerprint(message: Message) -> bytes:
     """Return what two messages share exactly if they count as the same."""
     role = str(message.get("role", ""))
-    said: list[str | MediaRef] = content_of(message)
-    text: Any = "".join(one for one in said if isinstance(one, str))
+    pieces: list[str | MediaRef] = read_content(message)
+    text: Any = "".join(one for one in pieces if isinstance(one, str))
     if role == ASSISTANT:
         text = text.strip()
-    elif any(isinstance(one, MediaRef) for one in said):
-        text = [one if isinstance(one, str) else [one.digest.hex()] for one in said]
+    elif any(isinstance(one, MediaRef) for one in pieces):
+        text = [one if isinstance(one, str) else [one.digest.hex()] for one in pieces]
     calls = [
         [call["function"]["name"], _sorted_json(call["function"].get("arguments", ""))]
         for call in message.get("tool_calls") or ()
@@ -176,15 +177,15 @@ def for_template(message: Message, *, takes_text: bool = False) -> dict[str, Any
     the arguments of tool calls parsed, unless the template takes their text.
     """
     rendered = {key: value for key, value in message.items() if value is not None}
-    said = content_of(message)
-    if all(isinstance(one, str) for one in said):
-        rendered["content"] = text_of(message)
+    pieces = read_content(message)
+    if all(isinstance(one, str) for one in pieces):
+        rendered["content"] = read_text(message)
     else:
         rendered["content"] = [
             {"type": "text", "text": one}
             if isinstance(one, str)
             else {"type": _modality(one).value}
-            for one in said
+            for one in pieces
         ]
     if (calls := message.get("tool_calls")) and not takes_text:
         rendered["tool_calls"] = [

@@ -66,7 +66,7 @@ class ResponsesCall(ModelCall):
         """Return the tools as chat templates read them; see `ModelCall`."""
         if (kind := (self.text.get("format") or {}).get("type", "text")) != "text":
             raise PoisonSample(f"text.format of type {kind!r} is not supported here; leave it out")
-        found = []
+        tools = []
         for tool in self.tools:
             if tool.get("type") != "function":
                 raise PoisonSample(
@@ -74,8 +74,8 @@ class ResponsesCall(ModelCall):
                     "'function'"
                 )
             name = require_text(tool, "name", "a tool")
-            found.append(build_tool(name, tool.get("description"), tool.get("parameters")))
-        return found
+            tools.append(build_tool(name, tool.get("description"), tool.get("parameters")))
+        return tools
 
     def history(self, session: Session) -> list[Message]:
         """Return the instructions, the conversation before, and the input; see `ModelCall`."""
@@ -93,8 +93,8 @@ class ResponsesCall(ModelCall):
             (at for at, message in enumerate(spoken) if message["role"] not in SYSTEM_ROLES),
             len(spoken),
         )
-        known = whole[len(whole) - 1 - (len(spoken) - first) :]
-        session.answers[response_id(head)] = [*spoken[:first], *known]
+        graph_messages = whole[len(whole) - 1 - (len(spoken) - first) :]
+        session.answers[response_id(head)] = [*spoken[:first], *graph_messages]
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
         """Return the answer of a call that is not streamed."""
@@ -121,13 +121,13 @@ class ResponsesCall(ModelCall):
     def _without_instructions(self, session: Session) -> list[Message]:
         before: Sequence[Message] = ()
         if self.previous_response_id:
-            known = session.answers.get(self.previous_response_id)
-            if known is None:
+            earlier_messages = session.answers.get(self.previous_response_id)
+            if earlier_messages is None:
                 raise PoisonSample(
                     f"previous_response_id = {self.previous_response_id!r} is no answer of this "
                     "session"
                 )
-            before = known
+            before = earlier_messages
         if isinstance(self.input, str):
             return [*before, {"role": "user", "content": self.input}]
         return [*before, *_messages(self.input)]
@@ -135,11 +135,11 @@ class ResponsesCall(ModelCall):
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return input items as messages: reasoning, text and calls of one turn are one message."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
         if kind == "function_call_output":
-            found.append(
+            messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": require_text(item, "call_id", "a function_call_output"),
@@ -149,27 +149,31 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or ()
             if text := "".join(_part_text(part) for part in parts):
-                _turn(found, "reasoning_content")["reasoning_content"] = text
+                _turn(messages, "reasoning_content")["reasoning_content"] = text
         elif kind == "function_call":
-            _turn(found, "").setdefault("tool_calls", []).append(_tool_call(item))
+            _turn(messages, "").setdefault("tool_calls", []).append(_tool_call(item))
         elif kind != "message":
             raise PoisonSample(f"the input has an item of type {kind!r}, which is not supported")
         elif (role := require_text(item, "role", "a message")) == ASSISTANT:
-            _turn(found, "content")["content"] = _content(item.get("content") or "")
+            _turn(messages, "content")["content"] = _content(item.get("content") or "")
         else:
-            found.append({"role": role, "content": _content(item.get("content") or "")})
-    return [{"content": ""} | message for message in found]
+            messages.append({"role": role, "content": _content(item.get("content") or "")})
+    return [{"content": ""} | message for message in messages]
 
 
-def _turn(found: list[dict[str, Any]], key: str) -> dict[str, Any]:
+def _turn(messages: list[dict[str, Any]], key: str) -> dict[str, Any]:
     """Return the assistant's message that an item belongs to: the last one, unless that has what
     follows the item in a turn already.
     """
     order = ("reasoning_content", "content", "tool_calls")
     later = order[order.index(key) :] if key else ()
-    if not found or found[-1]["role"] != ASSISTANT or any(one in found[-1] for one in later):
-        found.append({"role": ASSISTANT})
-    return found[-1]
+    if (
+        not messages
+        or messages[-1]["role"] != ASSISTANT
+        or any(one in messages[-1] for one in later)
+    ):
+        messages.append({"role": ASSISTANT})
+    return messages[-1]
 
 
 def _tool_call(item: Mapping[str, Any]) -> dict[str, Any]:

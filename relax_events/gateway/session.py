@@ -31,7 +31,7 @@ from relax_events.gateway.graph import (
     path_tokens,
     sampled_mask,
 )
-from relax_events.gateway.messages import Message, count_text_bytes, media_of
+from relax_events.gateway.messages import Message, count_text_bytes, list_media
 from relax_events.gateway.session_media import SessionMedia
 from relax_events.gateway.tool_calls import ParsedReply, parse_reply
 from relax_events.gateway.tool_formats import ToolFormat
@@ -156,7 +156,7 @@ class Session:
             input_tokens = await self._render(messages, continuation, tools, num_bytes=num_bytes)
             request = self._build_request(continuation, input_tokens, max_tokens)
             if self.media is not None and (
-                files := path_media(continuation.parent) + media_of(continuation.rest)
+                files := path_media(continuation.parent) + list_media(continuation.rest)
             ):
                 request = replace(request, media=await self.media.load(files))
             self.num_calls += 1
@@ -219,10 +219,10 @@ class Session:
         if parent is None:
             whole = partial(renderer.prompt_tokens, messages, tools=tools)
             return await renderer.run(self, whole, num_bytes=num_bytes)
-        known, tokens = len(messages) - len(continuation.rest), parent.sample.tokens
+        num_known, tokens = len(messages) - len(continuation.rest), parent.sample.tokens
         work = partial(
             renderer.bridge_tokens,
-            messages[: known - 1],
+            messages[: num_known - 1],
             continuation.rest,
             tools=tools,
             has_stop=bool(len(tokens)) and int(tokens[-1]) in renderer.stop_token_ids,
@@ -254,7 +254,7 @@ class Session:
                 f"{bounds.max_context_tokens}",
             )
         number = self.num_calls
-        wanted = min(left, room) if max_tokens is None else min(left, room, max_tokens)
+        max_new_tokens = min(left, room) if max_tokens is None else min(left, room, max_tokens)
         num_top = self.request.num_top_tokens
         sample = replace(
             self.sample,
@@ -272,7 +272,7 @@ class Session:
             is_sampled=np.concatenate([sampled_mask(parent), np.zeros(len(input_tokens), bool)]),
             samples=(sample,),
             media=(),
-            sampling=self.request.sampling.model_copy(update={"max_new_tokens": wanted}),
+            sampling=self.request.sampling.model_copy(update={"max_new_tokens": max_new_tokens}),
             environment_context=None,
         )
 

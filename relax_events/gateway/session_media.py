@@ -64,8 +64,8 @@ class MediaThreads:
         """The library of the calling thread, one of these."""
         if not hasattr(self._local, "library"):
             self._local.library = self._libraries()
-        found: MediaLibrary = self._local.library
-        return found
+        library: MediaLibrary = self._local.library
+        return library
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run a function in one of the threads."""
@@ -138,15 +138,15 @@ class SessionMedia:
 
     def _reference_part(self, part: Mapping[str, Any]) -> Message:
         item = read_part(part, access=self.threads.access)
-        if (known := self._by_key.get(item.key)) is None:
-            known = self._by_key[item.key] = self._store(item)
-        return {"type": read_modality(known).value, "media": known}
+        if (reference := self._by_key.get(item.key)) is None:
+            reference = self._by_key[item.key] = self._store(item)
+        return {"type": read_modality(reference).value, "media": reference}
 
     def _store(self, item: MediaItem) -> MediaRef:
         data = item.read(self.threads.limits)
         name = sha256(data).digest(), item.modality
-        if (known := self.by_digest.get(name)) is not None:
-            return known
+        if (reference := self.by_digest.get(name)) is not None:
+            return reference
         if len(self.by_digest) >= self.threads.max_files:
             raise MediaError(
                 f"the session has its {self.threads.max_files} media files "
@@ -182,8 +182,8 @@ def read_part(part: Any, *, access: MediaAccess) -> MediaItem:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == AUDIO_PART:
         source, modality = _audio_source(part), Modality.AUDIO
-    elif (found := URL_PARTS.get(str(kind))) is not None:
-        address, modality = part.get(kind), found
+    elif (url_modality := URL_PARTS.get(str(kind))) is not None:
+        address, modality = part.get(kind), url_modality
         source = address.get("url") if isinstance(address, Mapping) else address
     else:
         kinds = ", ".join(("text", *URL_PARTS, AUDIO_PART))

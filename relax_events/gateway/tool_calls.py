@@ -17,7 +17,7 @@ from relax_events.gateway.tool_formats import (
     MalformedCall,
     NoCall,
     ToolFormat,
-    schemas_of,
+    index_schemas,
 )
 
 THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
@@ -50,9 +50,9 @@ def parse_reply(text: str, *, style: ToolFormat, tools: Sequence[Message] = ()) 
         tools: What the program offers, as chat templates read it.
     """
     reasoning = ""
-    if found := THINKING.match(text):
-        reasoning, text = found.group(1).strip(), text[found.end() :]
-    schemas = schemas_of(tools)
+    if thinking := THINKING.match(text):
+        reasoning, text = thinking.group(1).strip(), text[thinking.end() :]
+    schemas = index_schemas(tools)
     calls: list[tuple[str, str]] = []
     malformed: list[str] = []
     num_left = 0

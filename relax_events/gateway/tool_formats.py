@@ -78,7 +78,7 @@ class ToolFormat:
         return f"call_{NOT_IN_IDS.sub('-', name)}-{number}"
 
 
-def schemas_of(tools: Sequence[Message]) -> Schemas:
+def index_schemas(tools: Sequence[Message]) -> Schemas:
     """Return the schemas of the arguments of tools, as chat templates read them, by name."""
     functions = [tool["function"] for tool in tools]
     return {str(one["name"]): one.get("parameters") or {} for one in functions if "name" in one}
@@ -130,16 +130,16 @@ def _read_glm(text: str, schemas: Schemas) -> list[Call]:
 
 def _read_pairs(pattern: re.Pattern[str], text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys with their values, and refuse a text that has something else."""
-    found, end = {}, 0
+    arguments, end = {}, 0
     for pair in pattern.finditer(text):
         if text[end : pair.start()].strip():
             break
         key = pair.group(1).strip()
-        found[key] = _typed(pair.group(2), (schema.get("properties") or {}).get(key))
+        arguments[key] = _typed(pair.group(2), (schema.get("properties") or {}).get(key))
         end = pair.end()
     if text[end:].strip():
         raise MalformedCall("broken_argument")
-    return found
+    return arguments
 
 
 def _typed(value: str, schema: Any) -> Any:
@@ -174,18 +174,18 @@ def _read_values(text: str) -> list[Any]:
     try:
         return [orjson.loads(text)]
     except orjson.JSONDecodeError:
-        pieces, found = text.split(";"), []
+        pieces, values = text.split(";"), []
     begun = ""
     for piece in pieces:
         begun += piece
         try:
-            found.append(orjson.loads(begun))
+            values.append(orjson.loads(begun))
             begun = ""
         except orjson.JSONDecodeError:
             begun += ";"
     if begun.strip("; \n"):
         raise MalformedCall("not_json")
-    return found
+    return values
 
 
 MISTRAL_CALL = re.compile(
@@ -197,9 +197,9 @@ def _read_mistral(text: str, schemas: Schemas) -> list[Call]:
     if text.lstrip().startswith("["):
         calls = read_json(text)
         return [_named(call, key="arguments") for call in calls]
-    if (found := MISTRAL_CALL.match(text)) is None:
+    if (match := MISTRAL_CALL.match(text)) is None:
         raise MalformedCall("no_name")
-    return [_named({"name": found[1], "arguments": read_json(found[2])}, key="arguments")]
+    return [_named({"name": match[1], "arguments": read_json(match[2])}, key="arguments")]
 
 
 FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)

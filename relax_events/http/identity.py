@@ -106,9 +106,9 @@ Identify = Callable[[RequestHead], Identity | None]
 never waits for a peer."""
 
 
-def is_same_secret(given: str, secret: str) -> bool:
+def is_same_secret(candidate: str, secret: str) -> bool:
     """Return whether two secrets are the same, in a time that does not say where they differ."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+    return hmac.compare_digest(candidate.encode("utf-8", "replace"), secret.encode())
 
 
 def identify_by_token(token: str, identity: Identity) -> Identify:
@@ -127,5 +127,5 @@ def identify_by_token(token: str, identity: Identity) -> Identify:
 
 def read_identity(scope: MutableMapping[str, Any]) -> Identity:
     """Return the identity that the guard has found for a request."""
-    found: Identity = scope["state"]["identity"]
-    return found
+    identity: Identity = scope["state"]["identity"]
+    return identity

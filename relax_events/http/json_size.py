@@ -20,13 +20,13 @@ def has_more_values(text: bytes, max_values: int) -> bool:
     """
     if _count_separators(text, 0, len(text)) < max_values:
         return False  # commas in strings are counted here: the usual text is done
-    found, end = 1, 0
+    num_values, end = 1, 0
     for string in STRING.finditer(text):
-        found += _count_separators(text, end, string.start())
-        if found > max_values:
+        num_values += _count_separators(text, end, string.start())
+        if num_values > max_values:
             return True
         end = string.end()
-    return found + _count_separators(text, end, len(text)) > max_values
+    return num_values + _count_separators(text, end, len(text)) > max_values
 
 
 def _count_separators(text: bytes, start: int, end: int) -> int:

@@ -65,12 +65,12 @@ def read_final_error(path: Path, *, pid: int) -> FinalError | None:
             lines = file.read().splitlines()
     except OSError:
         return None
-    found = (
+    errors = (
         final
         for line in reversed(lines)
         if EVENT.encode() in line and (final := _parsed(line)) is not None
     )
-    return next((final for final in found if final.pid == pid), None)
+    return next((final for final in errors if final.pid == pid), None)
 
 
 def _parsed(line: bytes) -> FinalError | None:

@@ -66,9 +66,9 @@ class ArtifactTensors:
         for entry in manifest.tensors:
             if entry.name in manifest.changed:
                 continue
-            wanted, seen = TensorLayout(entry.dtype, entry.shape), files.get(entry.name)
-            if seen != wanted:
-                raise WeightsError(f"{entry.name} must be {wanted}, got {seen or 'nothing'}")
+            layout, file_layout = TensorLayout(entry.dtype, entry.shape), files.get(entry.name)
+            if file_layout != layout:
+                raise WeightsError(f"{entry.name} must be {layout}, got {file_layout or 'nothing'}")
 
     def read(self, name: str) -> Tensor:
         """Return a tensor of the version; see `Tensors`.

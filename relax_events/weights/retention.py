@@ -41,10 +41,10 @@ def deletable_versions(
         full_snapshot_interval: As `weights.full_snapshot_interval`.
         others: Versions that stay for another reason: their evaluations, or as a reference.
     """
-    found = sorted(stored)
+    versions = sorted(stored)
     kept = {
         version
-        for version in found
+        for version in versions
         if version > newest - num_newest or version in others or (every and version % every == 0)
     }
     needed = {
@@ -52,7 +52,7 @@ def deletable_versions(
         for version in kept
         for base in range(version - version % full_snapshot_interval, version)
     }
-    return [version for version in found if version > 0 and version not in kept | needed]
+    return [version for version in versions if version > 0 and version not in kept | needed]
 
 
 def reference_versions(newest: int, *, every: int, first_version: int, num_slots: int) -> set[int]:

@@ -186,5 +186,7 @@ def _write_through_link() -> str:
     with _open_store() as (store, folder):
         store.put_at(STORE_KEY, CONTENT)
         link_folder(folder / "objects/samples", folder / "objects/weights")
-        said = refuse(lambda: store.put_at("samples/00000001/files", b"other"), ObjectError)
-        return said or (HELD if store.get_at(STORE_KEY) == CONTENT else "the weights have changed")
+        refusal = refuse(lambda: store.put_at("samples/00000001/files", b"other"), ObjectError)
+        return refusal or (
+            HELD if store.get_at(STORE_KEY) == CONTENT else "the weights have changed"
+        )

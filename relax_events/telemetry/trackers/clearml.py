@@ -38,11 +38,11 @@ class ClearMLTracker:
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Open the task without automatic logging of this process."""
         self.remembers = not Task.is_offline()
-        known = memory.get_note("task_id") if self.remembers else ""
+        task_id = memory.get_note("task_id") if self.remembers else ""
         self._task: Task = Task.init(
             project_name=config.telemetry.tracker_project,
             task_name=config.run.id,
-            continue_last_task=known or False,
+            continue_last_task=task_id or False,
             reuse_last_task_id=False,
             auto_connect_arg_parser=False,
             auto_connect_frameworks=NOTHING_AUTOMATIC,

@@ -40,12 +40,12 @@ class MLflowTracker:
         experiment_id = (
             experiment.experiment_id if experiment else self._client.create_experiment(project)
         )
-        found: list[Run] = self._client.search_runs(
+        runs: list[Run] = self._client.search_runs(
             [experiment_id], f"tags.`{TAG}` = '{config.run.id}'", max_results=1
         )
         run = (
-            found[0]
-            if found
+            runs[0]
+            if runs
             else self._client.create_run(
                 experiment_id, run_name=config.run.id, tags={TAG: config.run.id}
             )

@@ -18,7 +18,7 @@ from relax_events.errors import ConfigError
 from relax_events.examples.deepeyes import deepeyes, score, zoom_in
 from relax_events.examples.nim import best_move, score_game, take
 from relax_events.examples.repair import BODIES, passes, write_test
-from relax_events.examples.retrieval import BM25, call_of, read_corpus, search
+from relax_events.examples.retrieval import BM25, read_corpus, search, write_call
 
 TASK = {"answer": "", "prompt": ""}
 
@@ -68,10 +68,10 @@ def test_two_searches_answer_every_question_of_the_retrieval_task() -> None:
     for index in range(source.num_rows):
         row = source.row(index)
         person = row.messages[-1].text.split()[-1].rstrip("?")
-        city = search(call_of(person))
+        city = search(write_call(person))
         assert city is not None
         assert city.role == "tool"
-        country = search(call_of(city.text.rstrip(".").split()[-1]))
+        country = search(write_call(city.text.rstrip(".").split()[-1]))
         assert country is not None
         assert country.text.endswith(f"is in {row.answer}.")
         assert row.answer not in city.text
