@@ -37,8 +37,8 @@ NAMES = {CLASS: "class", FUNCTION: "function"}
 
 
 def select_named(function: Callable[..., Any], offered: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the offered keyword arguments that a function names, or all where it takes
-    any: a user's function needs to name only what it reads.
+    """Return the offered keyword arguments that a function names, or all if it takes any: a user's
+    function needs to name only the arguments that it reads.
     """
     parameters = inspect.signature(function).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -96,7 +96,7 @@ def find_plugin(
     without loading it.
 
     Args:
-        group: One of the entry-point groups above.
+        group: An entry-point group of this module.
         name: The plugin's name.
         what: How error texts refer to the plugin, for example `engine.name = 'vroom'`.
         accepts: What the file must define under the name: a `CLASS`, a `FUNCTION`, or an object of

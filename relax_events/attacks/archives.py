@@ -64,7 +64,7 @@ def _link(find: Find) -> Callable[[Path, dict[str, Any]], None]:
 
 
 def _pipe(find: Find) -> Callable[[Path, dict[str, Any]], None]:
-    """Put a pipe without a writer in the place of the file."""
+    """Put a pipe without a writer in place of the file."""
 
     def alter(folder: Path, tree: dict[str, Any]) -> None:
         path = find(folder, tree)

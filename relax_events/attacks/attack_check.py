@@ -41,7 +41,7 @@ class AttackResult:
 
     @property
     def broken(self) -> list[dict[str, Any]]:
-        """The attacks that achieved something, with what was seen."""
+        """The attacks that achieved something, with their observed effects."""
         return [
             {"attack": _name(outcome, broken.attack), "seen": list(broken.seen)}
             for outcome in self.outcomes
@@ -101,11 +101,11 @@ def choose_assaults(door: str) -> list[Assault]:
 def attack_this_machine(
     assaults: Sequence[Assault], *, on_result: Callable[[AttackResult], None]
 ) -> tuple[list[AttackResult], Path | None]:
-    """Make the attacks; return the results, and the log of what the attacked parts said if any
-    broke.
+    """Make the attacks; return the results, and the log of the attacked parts' output if an attack
+    succeeded.
 
     Args:
-        assaults: Those on one entry point stand together.
+        assaults: Assaults on one entry point stand together.
         on_result: Called for each result, as soon as there is one.
     """
     results: list[AttackResult] = []

@@ -1,4 +1,4 @@
-"""Pickles that an attacker could put in the place of a distributed checkpoint's `.metadata`.
+"""Pickles that an attacker could put in place of a distributed checkpoint's `.metadata`.
 
 They are written by hand, byte by byte: the product has no writer of pickles.
 """

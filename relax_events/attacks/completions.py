@@ -1,6 +1,6 @@
 """Completions and reference answers that try to be more than text, by kind.
 
-Those with code leave a trace: they create the canary file, connect to the port, start a process
+Texts with code leave a trace: they create the canary file, connect to the port, start a process
 with the canary's name in its arguments, or change the verifier that scores them.
 """
 

@@ -1,7 +1,7 @@
 """Programs that define the names by which tests judge them.
 
-The names are those that published tests read: HumanEval (arXiv 2107.03374), MBPP (arXiv
-2108.07732), APPS (arXiv 2105.09938) and tests for pytest, unittest and NumPy.
+Published tests read these names: HumanEval (arXiv 2107.03374), MBPP (arXiv 2108.07732), APPS (arXiv
+2105.09938) and tests for pytest, unittest and NumPy.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ MODULE_COVERS = {
     ),
 }
 THOROUGH = ("abs", "set", "zip", "Counter", "check", "math.isclose", "np.allclose")
-"""Names that are covered in every way; each other one is covered in one of them."""
+"""Names that are covered in every way; each other name is covered in one way."""
 
 
 def generate_covers() -> Iterator[Trick]:

@@ -1,5 +1,5 @@
-"""A server of OpenEnv on 127.0.0.1 whose observations are chosen by the action: what a server that
-is not trusted could send.
+"""A server of OpenEnv on 127.0.0.1 whose observations are chosen by the action, as a server that is
+not trusted could send them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HostileServer:
     async def _handle(self, connection: Any) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(ConnectionClosed):  # the client refuses what it is sent
+        with suppress(ConnectionClosed):  # the client refuses the observation
             await self._answer(connection)
 
     async def _answer(self, connection: Any) -> None:

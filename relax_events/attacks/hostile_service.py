@@ -1,5 +1,5 @@
-"""A web service on 127.0.0.1 that answers as it should not: what a judge or a reward service could
-send to a reward.
+"""A web service on 127.0.0.1 with wrong answers, as a judge or a reward service could send them to
+a reward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MARK = "reply:"
-"""What a completion begins with that asks for a reply by name."""
+"""The begin of a completion that asks for a reply by name."""
 LARGE = 64 * 1024**2
 CHUNK = b" " * 65_536
 

@@ -15,7 +15,7 @@ LARGE = 64 * 1024**2
 CLOSED = 0
 """The status of a connection that is closed without an answer."""
 UNREADABLE = frozenset({400, 501, CLOSED})
-"""What a server says to a head that is no HTTP; some are refused for want of a key first."""
+"""A server's statuses for a head that is no HTTP; some servers refuse first for want of a key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def check_isolation(*, allow_unprotected: bool = False) -> str:
 def try_escapes(
     isolation: Isolation, codes: Mapping[str, str], outside: Mapping[str, Any]
 ) -> list[str]:
-    """Try escapes in an isolation; return the names of those that succeed.
+    """Try escapes in an isolation; return the names of the escapes that succeed.
 
     Args:
         isolation: The isolation.

@@ -1,13 +1,13 @@
 """Programs that take more files than the sandbox's limit, or hide them from the count, and hold
-them for a while: each must end as one that exceeded the limits.
+them for a while: each must end as a program that exceeded the limits.
 
-A program that ends by itself has held what it must not hold.
+A program that ends by itself has held more files than the limit.
 """
 
 from __future__ import annotations
 
 HELD_SECONDS = 37
-"""How long a program holds what it took; the sandbox must end it earlier."""
+"""How long a program holds its files; the sandbox must end it earlier."""
 HOLD = f"""
 time.sleep({HELD_SECONDS})
 """

@@ -24,7 +24,7 @@ EMPTY = b"\x00"
 
 @dataclass(frozen=True, slots=True)
 class RecordAttack:
-    """A record and the schema that its writer publishes. `name` says what it holds."""
+    """A record and the schema that its writer publishes. `name` describes its content."""
 
     name: str
     schema_json: str

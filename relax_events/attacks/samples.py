@@ -11,17 +11,17 @@ from relax_events.config import DataConfig
 from relax_events.data.sources import open_source
 
 PAYLOAD = "PAYLOAD"
-"""A place for a hostile text in a row."""
+"""Stands for a hostile text in a row."""
 FORMED = "<think>a</think><answer>{}</answer>"
 Sample = dict[str, Any]
 IGNORE_TEXTS = frozenset({"environment"})
-"""Give the environment's rewards, whatever the completion is."""
+"""Rewards that give the environment's rewards for any completion."""
 TASKS = (
     *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens", "number_sorting"),
     *("countdown", "puzzle24", "simple_integration", "polynomial_multiplication"),
     *("intermediate_integration", "bitwise_arithmetic", "spell_backward"),
 )
-"""Those of reasoning-gym whose verifiers evaluate a text, and one that compares."""
+"""Tasks of reasoning-gym: their verifiers evaluate a text, but for one that compares."""
 
 
 def make_sample(completion: str, answer: str = "87", metadata: Any = None, **more: Any) -> Sample:
@@ -63,7 +63,7 @@ HONEST: Mapping[str, tuple[Sample, Sample]] = {
     ),
     "deepeyes": _answers("<answer>{}</answer>"),
 }
-"""For each reward a right and a wrong sample; those of `reasoning_gym` are generated."""
+"""For each reward a right and a wrong sample; samples of `reasoning_gym` are generated."""
 _INSTRUCTIONS = [
     _followed(PAYLOAD),
     _followed("keywords:existence", keywords=[PAYLOAD]),
@@ -77,11 +77,11 @@ ROWS: Mapping[str, list[Any]] = {
     "ifbench": _INSTRUCTIONS,
     "nim": [{"options": {"stones": PAYLOAD}}],
 }
-"""For some rewards metadata with a place for a hostile text."""
+"""For some rewards metadata that `PAYLOAD` marks for a hostile text."""
 
 
 def generate_samples(task: str) -> tuple[Sample, Sample, list[Any]]:
-    """Return a right and a wrong sample of a reasoning-gym task, and metadata with places."""
+    """Return a right and a wrong sample of a reasoning-gym task, and metadata with `PAYLOAD`."""
     row = open_source(DataConfig(source=f"reasoning_gym:{task}", num_problems=1), seed=3).row(0)
     metadata = orjson.loads(row.metadata)
     entry = metadata["entry"]
@@ -98,7 +98,7 @@ def _replace_texts(value: Any) -> Any:
 
 
 def fill(value: Any, payload: str) -> Any:
-    """Put a hostile text into the places of metadata."""
+    """Replace `PAYLOAD` in metadata by a hostile text."""
     return _map_texts(value, lambda text: payload if text == PAYLOAD else text)
 
 

@@ -9,7 +9,7 @@ PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAK0lEQVR4nO3NQQEAAATAQATRP4pYSvC7BdjldMdn"
     "9XoHAAAAAAAAAAAAhy3gBQFE4naZuwAAAABJRU5ErkJggg=="
 )
-"""An image in base64, which is what a server may send."""
+"""An image in base64, which a server may send."""
 
 
 def file_observations(secret: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What another writer of a store's folder could do to an object, to its folder and to the store's
 marker.
 
-Readers must refuse an object that was attacked before they read it, and must not notice what is
-done to it afterwards: they use a copy of their own.
+Readers must refuse an object that was attacked before they read it, and must not notice an attack
+afterwards: they use a copy of their own.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ BEFORE_READING: dict[str, Attack] = {
     "a folder": _replace_by_folder,
     "deleted": _delete,
 }
-"""What is done to an object's file before it is read, by name."""
+"""Attacks on an object's file before it is read, by name."""
 UNHASHED = frozenset({"other bytes"})
 """Attacks that only a reader who knows the digest can notice."""
 AFTER_READING: dict[str, Attack] = {
@@ -105,7 +105,7 @@ AFTER_READING: dict[str, Attack] = {
     "emptied": _empty,
     "deleted": _delete,
 }
-"""What is done to an object's file after it was read and verified, by name."""
+"""Attacks on an object's file after it was read and verified, by name."""
 
 
 def keep_second_name(path: Path, name: Path) -> Path:
@@ -115,7 +115,7 @@ def keep_second_name(path: Path, name: Path) -> Path:
 
 
 def link_folder(link: Path, target: Path) -> None:
-    """Put a link to a folder in the place of a folder of the store, to lead deletions and writers
+    """Put a link to a folder in place of a folder of the store, to lead deletions and writers
     there.
     """
     link.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""All attacks on the product's own walls, and what became of them.
+"""All attacks on the product's own walls, and their outcomes.
 
     assault (an entry point, its doors) --> prepare the real thing --> attacks, one by one
                                                   |                       |
-                                              targets outside <-- what they left there
+                                              targets outside <-- their traces
 
-An assault prepares what is attacked once, for all its attacks: the product's own pool of children,
-server, reader or sandbox. An attack says itself what it achieved at the entry point: a better
+An assault prepares its target once, for all its attacks: the product's own pool of children,
+server, reader or sandbox. An attack reports itself what it achieved at the entry point: a better
 score, an answer that it must not get, a request of others that failed. The targets show the rest:
 files, sockets, processes and memory outside.
 """
@@ -27,8 +27,8 @@ from relax_events.errors import RelaxError
 HELD = ""
 
 
-class NotPossible(Exception):  # no error: the machine lacks what is attacked
-    """What an assault needs is not installed on this machine, so there is nothing to attack."""
+class NotPossible(Exception):  # no error: the machine lacks the target
+    """A program that an assault needs is not installed on this machine, so it has no target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Assault:
         target: Name of the entry point, or of a profile.
         doors: The doors by which they come.
         walls: The profile or the bounds, in a word.
-        prepare: Prepares what is attacked, and gives the attacks.
+        prepare: Prepares the target, and yields the attacks.
         part: Tells assaults on one entry point apart.
     """
 
@@ -81,13 +81,13 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an assault.
+    """The outcome of an assault.
 
     Attributes:
         assault: The assault.
         num_attacks: Number of attacks that were made.
-        broken: Those that achieved something.
-        not_possible: Why none was made; empty otherwise.
+        broken: The attacks that achieved something.
+        not_possible: Why no attack was made; empty otherwise.
         seconds: How long it took.
     """
 

@@ -42,12 +42,13 @@ class Targets:
     """The targets of escapes.
 
     Attributes:
-        outside: What a program receives: paths, ports, and the ids of processes and shared memory.
+        outside: The targets that a program gets: paths, ports, and the ids of processes and shared
+            memory.
         canary: A file that does not exist, for attacks to create.
     """
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        """Create the targets in an empty folder; the stack deletes those outside of it."""
+        """Create the targets in an empty folder; the stack deletes the targets outside of it."""
         self._folder = folder / "account"
         self.canary = folder / "canary"
         self._server = _listen(stack)

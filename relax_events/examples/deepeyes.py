@@ -26,7 +26,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 def deepeyes(completion: str, *, metadata: dict[str, Any], files: list[bytes]) -> Reply | None:
     """Run the last tool call of a turn on the original image; a turn without one ends the sample.
 
-    A call that can't be run is answered with what is wrong.
+    A call that can't be run is answered with the reason.
 
     Args:
         completion: Text of the policy's turn.
@@ -50,7 +50,7 @@ class ToolMistake(Exception):
 
 
 def run_tool(call: ToolCall, image: bytes) -> bytes:
-    """Return what a tool makes of an image, as a PNG.
+    """Return a tool's result for an image, as a PNG.
 
     Raises:
         ToolMistake: The call is no call of these tools, or its arguments are not usable.

@@ -205,7 +205,7 @@ def _train(config: RunConfig, path: Path, report: Report) -> None:
 
 @contextmanager
 def _threads_of_the_trainer(config: RunConfig) -> Iterator[None]:
-    """Compute with `trainer.threads` threads, if it is set: those of a tiny model wait for each
+    """Compute with `trainer.threads` threads, if it is set: a tiny model's threads wait for each
     other longer than they compute, and their number changes the last bits of the weights.
     """
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
 """Nim against oneself: the policy plays both sides of each game, and learns from the turns of both.
 
-Some stones lie on a table. Two players take one to three of them in turn. The one who takes the
-last stone wins. A move that is no number from one to three, or more than what lies there, loses.
+Some stones lie on a table. Two players take one to three of them in turn. The player who takes the
+last stone wins. A move that is no number from one to three, or more than the stones left, loses.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Nim:
         return "", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take stones; the observation is what is left, for the other player. The rewards are those
-        of `score_game`, since a turn's worth shows at the end only.
+        """Take stones; the observation is the number of stones left, for the other player. The
+        rewards come from `score_game`, since a turn's worth shows at the end only.
         """
         self._stones, is_over, _ = take(self._stones, action)
         return str(self._stones), 0.0, is_over, False, {}
@@ -36,14 +36,14 @@ class Nim:
 def take(stones: int, action: str) -> tuple[int, bool, bool]:
     """Return the stones that are left, whether the game is over, and whether the mover has won."""
     text = action.strip()
-    taken = int(text) if text in ("1", "2", "3") else 0
-    if not taken or taken > stones:
+    count = int(text) if text in ("1", "2", "3") else 0
+    if not count or count > stones:
         return stones, True, False
-    return stones - taken, stones == taken, stones == taken
+    return stones - count, stones == count, stones == count
 
 
 def best_move(stones: int) -> int:
-    """Return the move that wins, or 0 where every move loses against the best play."""
+    """Return the move that wins, or 0 if every move loses against the best play."""
     return stones % (MAX_TAKEN + 1)
 
 
@@ -57,9 +57,9 @@ def score_game(
 ) -> dict[str, float | list[float]]:
     """Give each turn of the winner 1 and each of the loser -1.
 
-    The rewards of the turns are such that those from a turn on add up to its player's result, which
-    `reinforce_plus_plus` credits to the turn. The component `best_moves` is the share of winning
-    moves where there was one; it is 1 after a game without any such position.
+    The rewards from a turn on add up to its player's result, which `reinforce_plus_plus` credits to
+    the turn. The component `best_moves` is the share of winning moves in positions that have one;
+    it is 1 after a game without any such position.
     """
     moves = [turn["content"] for turn in turns if turn["role"] == "assistant"]
     stones, best_moves, has_won = int(metadata["options"]["stones"]), [], False

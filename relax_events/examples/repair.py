@@ -17,11 +17,11 @@ BODIES = {
     "what a divided by b leaves": "a % b",
     "a to the power of b": "a ** b",
 }
-"""The right body of each function, by what it shall return."""
+"""The right body of each function, by the description of its result."""
 NUM_HIDDEN_TESTS, NUM_CALLS = 2, 3
 """Hidden tests of a problem, and calls in each of them."""
 SHARE_OF_RIGHT_BODIES = 0.2
-"""Of what the warm-up writes; the others are any of the bodies."""
+"""Share of right bodies in the warm-up's turns; the others are any of the bodies."""
 MAX_ARGUMENT = 9
 FAILED = "A test fails."
 
@@ -62,14 +62,14 @@ def write_test(body: str, a: int, b: int) -> str:
 
 
 def passes(body: str, test: str) -> bool:
-    """Return whether a function with one of the known bodies passes a test."""
+    """Return whether a function with a known body passes a test."""
     call, _, expected = test.removeprefix("assert f(").partition(") == ")
     a, b = map(int, call.split(", "))
     return compute(body, a, b) == int(expected)
 
 
 def compute(body: str, a: int, b: int) -> int:
-    """Return what a known body returns."""
+    """Return the result of a known body."""
     results = {
         "a + b": a + b,
         "a - b": a - b,

@@ -36,7 +36,7 @@ class BM25:
         self._num_with = Counter(word for counts in self._counts for word in counts)
 
     def search(self, query: str) -> str | None:
-        """Return the best document, the first of equals; None where no word of the query occurs."""
+        """Return the best document, the first of equals; None if no word of the query occurs."""
         scores = [self.score(query, index) for index in range(len(self._documents))]
         best = int(np.argmax(scores))
         return self._documents[best] if scores[best] > 0 else None
@@ -86,7 +86,7 @@ def read_corpus() -> list[str]:
 
 
 def make_question(generator: np.random.Generator) -> tuple[str, str, dict[str, Any]]:
-    """Ask for the country of one of two people; the turns for the warm-up search for anybody."""
+    """Ask for the country of one of two people; the turns for the warm-up search for either."""
     text = "\n".join(read_corpus())
     cities, countries = dict(LIVES.findall(text)), dict(IS_IN.findall(text))
     person, other = map(str, generator.choice(sorted(cities), 2, replace=False))

@@ -111,7 +111,7 @@ def _deepeyes(generator: np.random.Generator, options: ImageOptions) -> Syntheti
     """Generate the images of `zoom`, with the turns of DeepEyes: a tool call, and a tagged answer.
 
     The tool call of the warm-up zooms into the quarter with the square in half of the rows, into a
-    random one in the others: so the model learns to read the colour of a square that it is shown.
+    random quarter in the others: so the model learns to read the colour of a square that it sees.
     """
     item = _zoom(generator, options)
     row, column = (int(generator.integers(2)) for _ in range(2))

@@ -158,7 +158,7 @@ def join_pieces(
     pieces: Sequence[NDArray[np.int32]],
     media: Sequence[ProcessedMedia],
 ) -> SupervisedExample:
-    """Join the tokens of answers and of what was said between them to one example."""
+    """Join the tokens of answers and of the replies between them to one example."""
     loss_masks = [np.full(len(piece), index % 2 == 0) for index, piece in enumerate(pieces)]
     return SupervisedExample(
         prompt, np.concatenate(pieces), np.concatenate(loss_masks), tuple(media)
@@ -218,9 +218,8 @@ def read_assistant_turns(row: PromptRow, *, key: str) -> list[str]:
         or not answers
         or not all(isinstance(answer, str) for answer in answers)
     ):
-        rule = (
-            "it must be a list of answers: set sft_warmup.assistant_turns_key to a column that "
-            "holds one"
+        raise ConfigError(
+            f"a row's metadata has {key} = {str(answers)[:80]!r}; it must be a list of answers: "
+            "set sft_warmup.assistant_turns_key to a column that holds one"
         )
-        raise ConfigError(f"a row's metadata has {key} = {str(answers)[:80]!r}; {rule}")
     return answers

@@ -73,7 +73,7 @@ def _read_original(original: object, files: list[bytes]) -> bytes:
         return files[original]
     if isinstance(original, str) and (comma := original.find(";base64,")) > 0:
         return base64.b64decode(original[comma + len(";base64,") :])
-    rule = f"a base64 data URI, or the index of one of the prompt's {len(files)} images"
     raise PoisonSample(
-        f"the row's metadata has original = {str(original)[:40]!r}; it must be {rule}"
+        f"the row's metadata has original = {str(original)[:40]!r}; it must be a base64 data URI, "
+        f"or the index of one of the prompt's {len(files)} images"
     )

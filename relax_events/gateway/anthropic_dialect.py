@@ -230,7 +230,7 @@ def _tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_messages(blocks: Sequence[dict[str, Any]]) -> Iterator[Message]:
-    """Yield what a user message has: each result of a tool, and what stands between them."""
+    """Yield the parts of a user message: each result of a tool, and the blocks between them."""
     rest: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") != "tool_result":

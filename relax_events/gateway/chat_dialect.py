@@ -32,7 +32,7 @@ class ChatTool(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    """What a stream has in addition to the message."""
+    """Options of a stream."""
 
     include_usage: bool = False
 

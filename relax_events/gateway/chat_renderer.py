@@ -1,4 +1,4 @@
-"""Turn messages into prompt tokens without tokenizing again what the policy said."""
+"""Turn messages into prompt tokens without tokenizing the policy's turns again."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ChatRenderer:
         """Render the tokens between a sampled turn and the next one: the end of its message, the
         messages after it, and the head of the next turn.
 
-        The template sees a mark instead of the sampled turn, and what it writes up to the mark is
+        The template gets a mark instead of the sampled turn, and its text up to the mark is
         dropped: that part is on the path already, as it was read and sampled.
 
         Args:

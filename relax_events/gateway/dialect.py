@@ -52,10 +52,10 @@ class Problem:
 
     Attributes:
         status: HTTP status; 4xx are final, others are tried again by the clients of all dialects.
-        text: What is wrong.
+        text: The problem.
         code: The cause.
         retry_after_seconds: When to try again; 0 leaves the header out.
-        is_final: Whether the client must not try again, whatever the status.
+        is_final: Whether the client must not try again, for any status.
     """
 
     status: int

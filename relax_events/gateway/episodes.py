@@ -1,5 +1,5 @@
 """An engine whose samples are episodes of a foreign program, which talks with the policy through
-the gateway: one that this worker starts, or a harness that a person has started (`offers`).
+the gateway: a program that this worker starts, or a harness that a person has started (`offers`).
 
     rollout loop's thread                         gateway's thread (event loop)
     submit ------------------------------------>  an episode: session, key, program
@@ -86,7 +86,7 @@ class EpisodeEngine(CallEngine):
             config: The run; its environment has a command.
             renderer: Of the policy.
             metrics: Receive the counts.
-            libraries: Opens a library of the run's media; None for one without a version's folder.
+            libraries: Opens a library of the run's media; by default without a version's folder.
             index: The worker's, which is added to the port for harnesses.
         Raises:
             ConfigError: There is no such program, no token for harnesses, or their address needs

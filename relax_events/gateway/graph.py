@@ -1,4 +1,4 @@
-"""The message graph of a session: what was read and what was sampled, each token once.
+"""The message graph of a session: the tokens that the policy read and sampled, each once.
 
     root: messages, then a sampled turn --> messages, sampled turn --> ...
                                        `--> other messages, sampled turn --> ...    a fork
@@ -149,8 +149,8 @@ class MessageGraph:
         return [node for node in self.nodes if node not in self._continued]
 
     def rows(self) -> list[Row]:
-        """Return a row for each leaf, the one of the last turn last; each sampled token is trained
-        in the first row that has it.
+        """Return a row for each leaf, the last turn's row last; each sampled token is trained in
+        the first row that has it.
         """
         trained: set[Node] = set()
         rows = []

@@ -1,10 +1,10 @@
-"""Messages of the model APIs in one form, and what makes two of them the same message.
+"""Messages of the model APIs in one form, and the rule for when two of them are the same message.
 
-A program sends its whole history with each call. Whether a message of that history is one that the
-session knows is decided by `fingerprint`, which ignores what programs change without meaning it:
-the spelling of JSON arguments and of whole numbers in them, missing against empty content, spaces
-around the policy's text, the encoding of a media file, and fields other than role, content, tool
-calls and the id of the answered call.
+A program sends its whole history with each call. `fingerprint` decides whether the session knows a
+message of that history. It ignores changes that programs make without meaning them: the spelling
+of JSON arguments and of whole numbers in them, missing against empty content, spaces around the
+policy's text, the encoding of a media file, and fields other than role, content, tool calls and
+the id of the answered call.
 
 A program's media are data URIs or web addresses in parts of messages. `session_media` puts
 references in their place: `{"type": "image", "media": MediaRef(...)}`.
@@ -132,7 +132,7 @@ def with_one_system_message(messages: Sequence[Message]) -> list[Message]:
 
 
 def fingerprint(message: Message) -> bytes:
-    """Return what two messages share exactly if they count as the same."""
+    """Return a digest that two messages share exactly if they count as the same."""
     role = str(message.get("role", ""))
     pieces: list[str | MediaRef] = read_content(message)
     text: Any = "".join(one for one in pieces if isinstance(one, str))
@@ -173,8 +173,8 @@ def extend_digest(digest: bytes, message: Message) -> bytes:
 
 
 def for_template(message: Message, *, takes_text: bool = False) -> dict[str, Any]:
-    """Return a message as chat templates read it: the text in one piece where it has no media, and
-    the arguments of tool calls parsed, unless the template takes their text.
+    """Return a message as chat templates read it: the text in one piece if it has no media, and the
+    arguments of tool calls parsed, unless the template takes their text.
     """
     rendered = {key: value for key, value in message.items() if value is not None}
     pieces = read_content(message)

@@ -26,8 +26,8 @@ HEALTH = "/health"
 CALL_SECONDS = 4 * 3600.0
 """Deadline of a call: long samples on a CPU, behind others."""
 CALLS_PER_ROW = 17
-"""Calls in the engine, as a multiple of the samples that it decodes at once; others wait for their
-turn, and what finds no place there is refused with 429."""
+"""Calls in the engine, as a multiple of the samples that it decodes at once; other calls wait for
+their turn, and calls beyond the queue's limit are refused with 429."""
 MAX_CONNECTIONS = 4096
 MAX_BYTES = 256 * 1024**2
 """Of large bodies at once."""

@@ -23,7 +23,7 @@ MAX_ERROR_CHARACTERS = 400
 
 
 class TakeBody(BaseModel):
-    """What a harness asks for."""
+    """A harness's request for a session."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -5,8 +5,8 @@
                            `---- begun again: late, or failed
 
 A harness asks any gateway of the run for a session, drives the policy with its key, and finishes
-it. An episode waits without a deadline, since no harness may be there yet. Once taken, it has those
-of any program. All of it runs in the gateway's event loop.
+it. An episode waits without a deadline, since no harness may have started yet. Once taken, it has
+the deadlines of any program. All of it runs in the gateway's event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Offer:
     Attributes:
         session: Its session.
         key: Of the session.
-        task: What the harness learns of the row.
+        task: The part of the row that the harness gets.
         taken: Set when a harness has it.
         ended: The harness's reward, None without one; or why it failed.
     """
@@ -47,7 +47,7 @@ class Offer:
 
 
 class SessionOffers:
-    """The episodes that wait for a harness, and those that one has."""
+    """The episodes that wait for a harness, and the episodes that a harness has taken."""
 
     def __init__(self, limits: ProgramLimits) -> None:
         """Begin without any.

@@ -78,8 +78,8 @@ async def run_program(
     Args:
         command: Program and arguments.
         task: Written as JSON to the file that `RELAX_TASK_FILE` names.
-        variables: Environment variables of the program, in addition to the harmless ones of this
-            process.
+        variables: Environment variables of the program, in addition to the harmless variables of
+            this process.
         limits: Deadlines and memory.
         first_call: Set when the program calls the model.
         accepts_failure: Whether an exit code other than 0 counts as an end: the program met a bound

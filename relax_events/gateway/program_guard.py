@@ -82,7 +82,7 @@ def delete_folder(folder: str) -> None:
 
 
 def adopted_children() -> list[int]:
-    """Return this process's children, those of ended programs among them."""
+    """Return this process's children, including children of ended programs."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(child) for child in file.read().split()]

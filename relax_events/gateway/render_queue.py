@@ -77,7 +77,7 @@ class RenderQueue:
             self._forget(owner, item)
 
     def close(self) -> None:
-        """Stop the threads; what they have begun is finished."""
+        """Stop the threads after the work that they have begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _start_work(self) -> None:

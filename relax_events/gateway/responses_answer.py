@@ -22,13 +22,15 @@ def response_id(head: AnswerHead) -> str:
     return f"resp_{head.name}"
 
 
-def build_response(node: Node, head: AnswerHead, *, asked: Mapping[str, Any]) -> dict[str, Any]:
+def build_response(
+    node: Node, head: AnswerHead, *, request_fields: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return an answer.
 
     Args:
         node: The turn.
         head: Of the answer.
-        asked: The fields that it repeats of its call.
+        request_fields: The fields that it repeats of its call.
     """
     num_read, num_sampled = count_tokens(node)
     usage = {
@@ -42,38 +44,44 @@ def build_response(node: Node, head: AnswerHead, *, asked: Mapping[str, Any]) ->
     if is_cut_off(node):
         reason = {"reason": "max_output_tokens"}
         ended = {"status": "incomplete", "incomplete_details": reason}
-    return _response(head, asked) | ended | {"output": list(_items(node, head)), "usage": usage}
+    return (
+        _response(head, request_fields)
+        | ended
+        | {"output": list(_items(node, head)), "usage": usage}
+    )
 
 
-def answer_events(node: Node, head: AnswerHead, *, asked: Mapping[str, Any]) -> Iterator[bytes]:
+def answer_events(
+    node: Node, head: AnswerHead, *, request_fields: Mapping[str, Any]
+) -> Iterator[bytes]:
     """Yield the events of an answer: each item in one piece."""
-    whole = build_response(node, head, asked=asked)
-    begun = _response(head, asked)
+    whole = build_response(node, head, request_fields=request_fields)
+    begun = _response(head, request_fields)
     kinds: list[tuple[str, dict[str, Any]]] = [
         ("response.created", {"response": begun}),
         ("response.in_progress", {"response": begun}),
     ]
     for index, item in enumerate(whole["output"]):
-        place = {"output_index": index}
+        position = {"output_index": index}
         field = ("arguments", "") if item["type"] == "function_call" else ("content", [])
         empty = {**item, "status": "in_progress", field[0]: field[1]}
-        kinds.append(("response.output_item.added", place | {"item": empty}))
-        kinds += _item_events(item, place | {"item_id": item["id"]})
-        kinds.append(("response.output_item.done", place | {"item": item}))
+        kinds.append(("response.output_item.added", position | {"item": empty}))
+        kinds += _item_events(item, position | {"item_id": item["id"]})
+        kinds.append(("response.output_item.done", position | {"item": item}))
     kinds.append((f"response.{whole['status']}", {"response": whole}))
     for number, (kind, fields) in enumerate(kinds):
         yield named_event(kind, {"type": kind, "sequence_number": number} | fields)
 
 
-def failed_event(problem: Problem, head: AnswerHead, *, asked: Mapping[str, Any]) -> bytes:
+def failed_event(problem: Problem, head: AnswerHead, *, request_fields: Mapping[str, Any]) -> bytes:
     """Return the event that ends a stream without an answer."""
     kind = "response.failed"
     error = {"code": problem.code, "message": problem.text}
-    response = _response(head, asked) | {"status": "failed", "error": error}
+    response = _response(head, request_fields) | {"status": "failed", "error": error}
     return named_event(kind, {"type": kind, "sequence_number": 0, "response": response})
 
 
-def _response(head: AnswerHead, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _response(head: AnswerHead, request_fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": response_id(head),
         "object": "response",
@@ -93,7 +101,7 @@ def _response(head: AnswerHead, asked: Mapping[str, Any]) -> dict[str, Any]:
         "truncation": "disabled",
         "usage": None,
         "user": None,
-        **asked,
+        **request_fields,
     }
 
 
@@ -130,16 +138,16 @@ def _items(node: Node, head: AnswerHead) -> Iterator[dict[str, Any]]:
 
 
 def _item_events(
-    item: Mapping[str, Any], place: Mapping[str, Any]
+    item: Mapping[str, Any], position: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of an item's content."""
     if item["type"] == "function_call":
         kind, arguments = "response.function_call_arguments", item["arguments"]
-        yield f"{kind}.delta", {**place, "delta": arguments}
-        yield f"{kind}.done", {**place, "name": item["name"], "arguments": arguments}
+        yield f"{kind}.delta", {**position, "delta": arguments}
+        yield f"{kind}.done", {**position, "name": item["name"], "arguments": arguments}
         return
     (part,) = item["content"]
-    inner, kind = {**place, "content_index": 0}, part["type"]
+    inner, kind = {**position, "content_index": 0}, part["type"]
     more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
     yield "response.content_part.added", inner | {"part": {**part, "text": ""}}
     yield f"response.{kind}.delta", inner | more | {"delta": part["text"]}

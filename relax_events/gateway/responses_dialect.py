@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's responses, `POST /v1/responses`: what a program asks."""
+"""The dialect of OpenAI's responses, `POST /v1/responses`: a program's request."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_te
 
 
 class ResponsesCall(ModelCall):
-    """The body of a call. Answers are kept as long as their session, whatever `store` says, so a
-    call may name one in `previous_response_id` instead of sending the conversation.
+    """The body of a call. Answers are kept as long as their session, for any value of `store`, so a
+    call may name an answer in `previous_response_id` instead of sending the conversation.
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -86,7 +86,7 @@ class ResponsesCall(ModelCall):
 
     def record(self, session: Session, node: Node, head: AnswerHead) -> None:
         """Keep the conversation, for a call that names this answer: as the graph has it, which
-        has references in the place of media.
+        has references in place of media.
         """
         spoken, whole = self._without_instructions(session), path_messages(node)
         first = next(
@@ -98,18 +98,18 @@ class ResponsesCall(ModelCall):
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
         """Return the answer of a call that is not streamed."""
-        return build_response(node, head, asked=self._asked())
+        return build_response(node, head, request_fields=self._request_fields())
 
     def events(self, node: Node, head: AnswerHead) -> Iterator[bytes]:
         """Yield the events of a streamed answer."""
-        return answer_events(node, head, asked=self._asked())
+        return answer_events(node, head, request_fields=self._request_fields())
 
     def failure_event(self, problem: Problem, head: AnswerHead) -> bytes:
         """Return a failed response."""
-        return failed_event(problem, head, asked=self._asked())
+        return failed_event(problem, head, request_fields=self._request_fields())
 
-    def _asked(self) -> dict[str, Any]:
-        """Return what an answer repeats of its call."""
+    def _request_fields(self) -> dict[str, Any]:
+        """Return the fields of the call that an answer repeats."""
         return {
             "instructions": self.instructions or None,
             "max_output_tokens": self.max_output_tokens,
@@ -162,8 +162,8 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _turn(messages: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Return the assistant's message that an item belongs to: the last one, unless that has what
-    follows the item in a turn already.
+    """Return the assistant's message that an item belongs to: the last message, unless that has a
+    part already that follows the item in a turn.
     """
     order = ("reasoning_content", "content", "tool_calls")
     later = order[order.index(key) :] if key else ()

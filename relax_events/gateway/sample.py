@@ -21,13 +21,13 @@ from relax_events.gateway.session_media import to_chat_part
 
 
 def build_task(request: GenerationRequest, *, fetch: Callable[[MediaRef], bytes]) -> dict[str, Any]:
-    """Return what a program learns of its row: messages, metadata and tools, never the answer.
+    """Return the part of its row that a program gets: messages, metadata and tools, but no answer.
 
     Args:
         request: Of the prompt group, with the row for the environment.
         fetch: Returns the content of a media file.
     Raises:
-        MediaError, ObjectError: A media file of the row is not there.
+        MediaError, ObjectError: A media file of the row is missing.
     """
     row = request.environment_context
     assert row is not None, "checked on submission"
@@ -57,8 +57,7 @@ def _chat_content(
 
 
 def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
-    """Return a finished session as the sample of its episode: its paths, the one of the last turn
-    last.
+    """Return a finished session as the sample of its episode: its paths, the last turn's path last.
 
     Args:
         session: The session.

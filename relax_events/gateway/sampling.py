@@ -52,5 +52,5 @@ class CallSampling(BaseModel):
         )
 
     def choose_seed(self) -> int:
-        """Return the seed, a random one where the call has none."""
+        """Return the call's seed, or a random seed for a call without one."""
         return secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS

@@ -77,12 +77,12 @@ class Session:
         request: The request of the sample's prompt group: sampling, stop tokens, ids.
         sample: The sample's own request, with its seed.
         bounds: Of the sample.
-        graph: What was said.
-        limit: The first bound that a call met; None if none did.
+        graph: The messages and turns.
+        limit: The first bound that a call met; None if no call met a bound.
         error: The engine's error, if it failed the last call.
         first_call: Set when the program calls the model.
         answers: Conversations that a later call may refer to by the name of their last answer.
-        num_refused: Calls that were refused for what they asked.
+        num_refused: Calls that were refused for their content.
         media: The media files of its messages; None if the policy reads text only.
         malformed_calls: Why tool calls of the policy could not be read, one word for each.
     """
@@ -111,8 +111,8 @@ class Session:
 
     @property
     def body_bound(self) -> BodyBound:
-        """What a call of this session may cost: its texts fit the context, and its media are those
-        that a sample may have.
+        """The bounds of a call of this session: its texts fit the context, and its media the media
+        of a sample.
         """
         return BodyBound.of_text(
             self.bounds.max_context_tokens,

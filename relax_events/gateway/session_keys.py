@@ -2,7 +2,7 @@
 client of a model without a run.
 
 The key stands in the header of either vendor, since a proxy between the program and the gateway may
-overwrite one of them. It is looked up once, by the guard, before a call's body is read.
+overwrite one header. The guard looks the key up once, before a call's body is read.
 """
 
 from __future__ import annotations

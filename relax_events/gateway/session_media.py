@@ -4,8 +4,8 @@
                                          `---> checked, decoded and stored --> MediaRef
 
 A program sends its whole history with each call, and so each file again. A session stores it once,
-whatever its encoding, and has the same reference for it on all paths. What is slow runs in threads,
-each with a library of its own; the sessions' event loop only waits.
+in any encoding, and has the same reference for it on all paths. Slow work runs in threads, each
+with a library of its own; the sessions' event loop only waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from relax_events.media.token_layout import read_modality
 Result = TypeVar("Result")
 NUM_THREADS = 2
 MAX_REQUEST_BYTES = 64 * 1024**2
-"""Of all media in one call, whatever a sample may have."""
+"""Of all media in one call, even if a sample may have more."""
 BASE64_RATIO = 4 / 3
 URL_PARTS = {
     "image_url": Modality.IMAGE,
@@ -61,22 +61,22 @@ class MediaThreads:
 
     @property
     def library(self) -> MediaLibrary:
-        """The library of the calling thread, one of these."""
+        """The library of the calling thread, which is a thread of this pool."""
         if not hasattr(self._local, "library"):
             self._local.library = self._libraries()
         library: MediaLibrary = self._local.library
         return library
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run a function in one of the threads."""
+        """Run a function in a thread of this pool."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def fetch_file(self, reference: MediaRef) -> bytes:
-        """Fetch a stored file, in one of the threads; errors as for `MediaLibrary.load`."""
+        """Fetch a stored file, in a thread of this pool; errors as for `MediaLibrary.load`."""
         return self.library.fetch_file(reference)
 
     def close(self) -> None:
-        """Stop the threads; what they have begun is finished."""
+        """Stop the threads after the work that they have begun."""
         self._threads.shutdown(cancel_futures=True)
 
 
@@ -86,7 +86,7 @@ class SessionMedia:
 
     Attributes:
         threads: Of the gateway.
-        by_digest: The known files by content; those of the prompt's row from the beginning.
+        by_digest: The known files by content; at the beginning the files of the prompt's row.
     """
 
     threads: MediaThreads
@@ -100,15 +100,15 @@ class SessionMedia:
 
     @property
     def max_request_bytes(self) -> int:
-        """What the media of one call need in JSON: a program sends those of its history again, and
-        one too many is refused by its name.
+        """Bytes of one call's media in JSON: a program sends the media of its history again, and a
+        file too many is refused by its name.
         """
         limits = self.threads.limits
         whole = (self.threads.max_files + 1) * limits.max_item_bytes * BASE64_RATIO
         return min(int(whole), MAX_REQUEST_BYTES)
 
     async def resolve(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with a reference in the place of each media file.
+        """Return the messages with a reference in place of each media file.
 
         Raises:
             MediaError: A file is missing, invalid, too large, or not for this model.
@@ -177,7 +177,7 @@ def read_part(part: Any, *, access: MediaAccess) -> MediaItem:
     """Return the media file of a part in the form of OpenAI's chat.
 
     Raises:
-        PoisonSample: It is none; the text says what is taken.
+        PoisonSample: The part is no media file; the text names the accepted types.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == AUDIO_PART:

@@ -26,7 +26,7 @@ UNCLOSED = "unclosed"
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A turn of the policy, as its text says.
+    """A turn of the policy in parts.
 
     Attributes:
         content: The text outside of reasoning and tool calls.
@@ -47,7 +47,7 @@ def parse_reply(text: str, *, style: ToolFormat, tools: Sequence[Message] = ()) 
     Args:
         text: The turn without its stop token.
         style: The format of tool calls.
-        tools: What the program offers, as chat templates read it.
+        tools: The tools that the program offers, as chat templates read them.
     """
     reasoning = ""
     if thinking := THINKING.match(text):

@@ -39,7 +39,7 @@ class MalformedCall(Exception):
 
 
 class NoCall(Exception):
-    """What was found is ordinary text."""
+    """The matched block is ordinary text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class ToolFormat:
 
     Attributes:
         name: As `environment.tool_call_format` has it.
-        template_marks: A chat template with one of these writes the format.
-        blocks: Matches a call with its tags; group 1 is what `read` takes.
+        template_marks: A chat template with such a mark writes the format.
+        blocks: Matches a call with its tags; group 1 is the argument of `read`.
         read: Returns the calls of a block; raises MalformedCall, or NoCall.
-        openers: Begin a call; one that is left over has no end.
+        openers: Begin a call; an opener that is left over has no end.
         wrappers: Stand around all calls of a turn.
         takes_text: Whether the chat template takes the arguments as text, not as an object.
         has_short_ids: Whether the chat template demands alphanumeric ids of nine characters.

@@ -30,7 +30,7 @@ class QueueFull(Exception):
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A call's place in the budgets.
+    """A call's share of the budgets.
 
     Attributes:
         identity: Whose call it is.
@@ -69,7 +69,7 @@ class _Budget:
     num_bytes: int = 0
 
     def find_next(self) -> Turn | None:
-        """Return the next waiting call; None where none has room."""
+        """Return the next waiting call; None if no waiting call has room."""
         head = self.waiting[0] if self.waiting else None
         return head if head is not None and self._has_room(head) else self.find_small()
 
@@ -122,8 +122,8 @@ class CallQueue:
             self._end(turn, budget)
 
     def _start_calls(self) -> None:
-        """Start what has room, one call of each identity after the other. A large body that has no
-        room is next when bytes are returned; until then only small ones start.
+        """Start the calls that have room, one call of each identity after the other. A large body
+        that has no room is next when bytes are returned; until then only small bodies start.
         """
         started, is_full = True, False
         while started:

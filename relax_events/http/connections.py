@@ -21,7 +21,7 @@ class ConnectionTable:
         self.by_identity: Counter[str] = Counter()
 
     def make_room(self, *, now: float) -> None:
-        """Close the oldest connections without an identity, where there are too many."""
+        """Close the oldest connections without an identity if there are too many."""
         excess = len(self.unidentified) - MAX_UNIDENTIFIED
         for connection in list(self.unidentified)[: max(0, excess)]:
             if now - connection.opened_at < GRACE_SECONDS:

@@ -159,7 +159,7 @@ class RequestGuard:
             raise _Refusal(403, "a page of another origin may not call this API")
 
     async def _refuse(self, call: _Call, head: RequestHead, status: int, text: str) -> None:
-        """Send a refusal, and close the connection with whatever was not read of the body."""
+        """Send a refusal, and close the connection with the unread part of the body."""
         if call.has_answer:
             call.hang_up()
             return

@@ -20,7 +20,7 @@ VALUES_PER_TOKEN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyBound:
-    """What a body may cost.
+    """The bounds of a body.
 
     Attributes:
         num_bytes: As it is received.
@@ -35,9 +35,9 @@ class BodyBound:
         """Return the bound of a call whose texts have a number of tokens at most.
 
         Args:
-            num_tokens: The context, or those of all rows of a call.
+            num_tokens: Tokens of the context, or of all rows of a call.
             longest_token_bytes: The longest text of one token.
-            media_bytes: What its media need, in JSON.
+            media_bytes: Bytes of its media in JSON.
         """
         text_bytes = num_tokens * longest_token_bytes * JSON_ESCAPE_BYTES
         return cls(

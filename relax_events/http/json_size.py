@@ -6,13 +6,13 @@ import re
 
 STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 SEPARATORS = (b",", b"[", b"{")
-"""Before each value but the first stands one of these, or the colon of a member that has one."""
+"""Before each value but the first stands such a separator, or the colon of a member behind it."""
 
 
 def has_more_values(text: bytes, max_values: int) -> bool:
     """Return whether a JSON text has more values than a bound; a member of an object is one.
 
-    The time is linear in the text. Text without JSON's form is counted as if it had it.
+    The time is linear in the text. Text that is not JSON is counted alike.
 
     Args:
         text: The text, which need not be valid.

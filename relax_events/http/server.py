@@ -87,7 +87,7 @@ def build_server_config(
     **settings: Any,
 ) -> Any:
     """Return uvicorn's configuration for a guarded application: bounded connections, a deadline for
-    request headers, and encryption where there is a certificate.
+    request headers, and encryption if there is a certificate.
     """
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol

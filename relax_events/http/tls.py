@@ -32,14 +32,14 @@ def choose_tls(
     accepts_plain: bool,
     names: tuple[str, str, str],
 ) -> TlsFiles | None:
-    """Return the files for a server on an address; None where it speaks plain HTTP.
+    """Return the files for a server on an address; None if it speaks plain HTTP.
 
     Args:
         host: Where it listens.
         certificate: The certificate's file; None without one.
         key: The key's file.
         accepts_plain: Whether plain HTTP may leave this machine.
-        names: What the settings of the last three are called, for errors.
+        names: The names of the settings of the last three, for errors.
     Raises:
         ConfigError: Tokens and keys would cross the network in clear, or the files can't be used.
     """
@@ -67,11 +67,11 @@ def _require_pair(certificate: Path, key: Path, names: tuple[str, str, str]) -> 
 
 
 def open_client_context(ca_file: Path | None, *, name: str) -> ssl.SSLContext:
-    """Return what a client trusts: the authorities of this machine, or one of its own.
+    """Return a client's TLS context: it trusts the authorities of this machine, or a given one.
 
     Args:
         ca_file: The authority's certificate in PEM.
-        name: What the setting is called, for errors.
+        name: The name of the setting, for errors.
     Raises:
         ConfigError: The file can't be used.
     """

@@ -68,8 +68,11 @@ class NotificationBuilder:
         num_suppressed, self._num_suppressed = self._num_suppressed, 0
         if not num_suppressed:
             return notification
-        hint = f"({num_suppressed} earlier notifications were not sent; see the log)"
-        return replace(notification, body=f"{notification.body}\n{hint}")
+        return replace(
+            notification,
+            body=f"{notification.body}\n({num_suppressed} earlier notifications were not sent; see "
+            "the log)",
+        )
 
     def _build(self, event: Event) -> Notification | None:
         if isinstance(event, TrainStepCommitted):

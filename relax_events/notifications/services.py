@@ -24,7 +24,7 @@ VARIABLE = "RELAX_NOTIFICATION_URLS"
 
 
 class DeliveryError(Exception):
-    """A service did not accept a message. Apprise gives no reason, or one that contains the URL."""
+    """A service did not accept a message. Apprise gives no reason, or a reason with the URL."""
 
 
 class AppriseTarget:

@@ -2,7 +2,7 @@
 megatron-core: the decoder's weights under megatron-core's names, the weights of towers for images
 and audio under `towers.` and their names in transformers.
 
-A distributed checkpoint has the whole model whatever its topology: megatron-core cuts it when a run
+A distributed checkpoint of any topology has the whole model: megatron-core cuts it when a run
 of any tensor, pipeline or expert parallelism loads it. So a conversion has no topology either. It
 runs in one process and needs memory for the weights once.
 """

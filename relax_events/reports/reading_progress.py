@@ -25,7 +25,7 @@ class ReadingProgress:
 
         Args:
             print_line: Prints a line.
-            hint: What a person can do meanwhile, said once.
+            hint: Advice to a person who waits, printed once.
             clock: Returns seconds.
         """
         self._print_line, self._hint, self._clock = print_line, hint, clock

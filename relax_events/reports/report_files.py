@@ -6,7 +6,7 @@ run_id, succeeded, reason, num_steps: The run, whether it reached its goal of `n
     steps, and why it ended.
 ended_at: When this invocation ended, ISO 8601, UTC.
 wall_seconds: How long this invocation took.
-total_seconds: How long all invocations took together; one that was killed counts up to its last
+total_seconds: How long all invocations took together; a killed invocation counts up to its last
     train step.
 steps: Distinct committed train steps over the run's whole life; `steps_of_session` of them were
     committed in this invocation.
@@ -16,10 +16,11 @@ reward_first_10, reward_last_10: Mean of the mean rewards of the first and of th
     or of as many as there are.
 tokens_trained: Tokens of all trained samples, prompt and completion.
 train_seconds: The sum of `curves.step_seconds`.
-tokens_per_second, samples_per_second: Those trained per second over the newest 20 steps, as `relax
-    status` and the page show them; the mean over the run is `tokens_trained / train_seconds`.
+tokens_per_second, samples_per_second: Tokens and samples trained per second over the newest 20
+    steps, as `relax status` and the page show them; the mean over the run is `tokens_trained /
+    train_seconds`.
 outcomes: Prompt groups: `issued` in all, by outcome (`trained`, `filtered`, `expired`,
-    `failed`), and those `in_flight`.
+    `failed`), and prompt groups `in_flight`.
 samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
 samples_foreign, records_unreadable: Records of unknown producers in the run's topics: samples of
     prompt groups that were never issued, and records that are no event.
@@ -37,16 +38,16 @@ curves: Lists with one entry per step in order: `train_step`, every metric of th
     `tokens_per_second`. `curves.phase_seconds` holds such a list for each phase. The critic's
     metrics are here too.
 source: The parent of a replay or fork: its `run_id`, the `from_version`, and its `curves` at
-    the same train steps, None where it has none. None for a run without a parent.
+    the same train steps, None at steps that it does not have. None for a run without a parent.
 prompts_skipped: Rows of the prompt stream that were not issued, by reason.
 evaluations: One for each version and dataset, oldest version first, as `PolicyEvaluated` has it,
     less the digests.
 weights_digests: Digest of the weights that each step published, hexadecimal.
 export_command: The command that exports the newest version as a model folder.
-ledger_problems: Broken promises that the ledger found; none is the proof.
+ledger_problems: Broken promises that the ledger found; an empty list is the proof.
 config, config_digest: The run file as resolved, less the raw client settings; SHA-256 of it without
     the broker's address, so that equal digests mean equal runs. These are the last settings:
-    `config_changes` has what was changed before, and from which version on.
+    `config_changes` has the earlier changes, and from which version on.
 machine: The machine that wrote the report: cores, memory_bytes, python, platform.
 """
 
@@ -205,7 +206,7 @@ def critic_curves(state: RunState) -> dict[str, Any]:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values; None when there are none."""
+    """Return the mean of the known values; None without a known value."""
     numbers = [value for value in values if value is not None]
     return math.fsum(numbers) / len(numbers) if numbers else None
 

@@ -83,8 +83,8 @@ def write_final_report(
 
 
 def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[str, Any], Ledger]:
-    """Write the report of a run from its log: how it ended, or its current state. Times are those
-    of the newest `relax run` in its folder.
+    """Write the report of a run from its log: how it ended, or its current state. Times are of the
+    newest `relax run` in its folder.
 
     Args:
         config: The run, with the broker's address filled in.

@@ -85,8 +85,8 @@ def export_samples(
         views: The samples.
         path: The file; None leaves it to the exporter where the rows go.
         exporter: An entry point of the group `relax_events.exporters`, or
-            `path/to/file.py:function`; by default the one that the file's suffix names, or JSON
-            lines. It is called with the rows, and with `path` and `tokens` if it names them.
+            `path/to/file.py:function`; by default the exporter that the file's suffix names, or
+            JSON lines. It is called with the rows, and with `path` and `tokens` if it names them.
         media: Folder for media; by default `<file>-media` next to the file, or `media` here.
         tokens: Add the columns tokens, loss_mask, rollout_logprobs and path_lengths.
     Raises:

@@ -76,8 +76,8 @@ class StatusReader(RunFollower):
                     return
 
     def _heartbeats_since(self) -> int:
-        """Return the oldest time of a heartbeat that is shown: the log keeps the last one of every
-        worker that ever ran.
+        """Return the oldest time of a heartbeat that is shown: the log keeps the last heartbeat of
+        every worker that ever ran.
         """
         return now_micros() - compute_silence_limit(self.config.workers)
 

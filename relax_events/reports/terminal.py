@@ -41,7 +41,7 @@ class ProgressOutput(Protocol):
         """Show where the run's page is."""
 
     def close(self) -> None:
-        """Keep what was shown last, and restore the stream."""
+        """Keep the last panel, and restore the stream."""
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):

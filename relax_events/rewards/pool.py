@@ -325,11 +325,11 @@ def _put(done: SimpleQueue[tuple[Call, Result]], call: Call, result: Result) -> 
 
 def _take_all(done: SimpleQueue[tuple[Call, Result]]) -> list[tuple[Call, Result]]:
     """Wait for a result, and return it with the other results that have arrived."""
-    taken = [done.get()]
+    results = [done.get()]
     with contextlib.suppress(Empty):
         while True:
-            taken.append(done.get_nowait())
-    return taken
+            results.append(done.get_nowait())
+    return results
 
 
 def _build_group_call(

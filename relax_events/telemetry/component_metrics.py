@@ -108,13 +108,13 @@ class ReplicaMetrics:
         self._moved.labels(self._role).inc(num_samples)
 
     def set_engines(self, *, serving: int, away: int) -> None:
-        """Set the number of engines that serve, and of those that do not."""
+        """Set the number of engines that serve, and of engines that do not."""
         self._serving.labels(self._role).set(serving)
         self._open.labels(self._role).set(away)
 
 
 class EpisodeMetrics:
-    """Metrics of a worker's episodes: those of programs that drive the policy."""
+    """Metrics of a worker's episodes, in which programs drive the policy."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role

@@ -65,7 +65,7 @@ def configure_logs(config: TelemetryConfig, *, path: Path | None = None, **conte
 
 
 def _to_json(event: Any, **_: Any) -> str:
-    """Serialize an event as JSON, whatever it contains: a log line must never end a worker."""
+    """Serialize an event with any values as JSON: a log line must never end a worker."""
     try:
         return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
     except TypeError:  # orjson rejects lone surrogates, integers above 64 bits and other key types

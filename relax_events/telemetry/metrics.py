@@ -176,7 +176,7 @@ class ErrorMetrics(Collector):
             "Errors that Kafka clients reported in the background, recovered or not.",
             labels=["role", "error"],
         )
-        failed = "Calls of the object store that failed, those that are tried again included."
+        failed = "Calls of the object store that failed, retried calls included."
         objects = CounterMetricFamily("relax_object_errors", failed, labels=["role", "action"])
         for family, counts in ((broker, self._broker), (objects, self._objects)):
             for name, count in dict(counts).items():

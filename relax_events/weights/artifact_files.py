@@ -30,15 +30,15 @@ class ArtifactTensors:
     """The tensors of a published version, full or a delta; implements `Tensors`."""
 
     def __init__(self, store: ObjectStore, reference: ObjectRef, folder: Path) -> None:
-        """Copy the artifact's files, and those of the versions that it is based on, into a folder.
+        """Copy the files of the artifact and of the versions that it is based on into a folder.
 
         Args:
             store: The store that holds them.
             reference: Of the manifest.
             folder: Exists, and stays until the last tensor is read.
         Raises:
-            WeightsError: An object is missing or altered, or does not hold what the manifest says;
-                the text names it.
+            WeightsError: An object is missing or altered, or contradicts the manifest; the text
+                names it.
             EnvironmentProblem: The folder can't be written.
         """
         try:
@@ -90,8 +90,8 @@ class ArtifactTensors:
             return files.read(name)
         if level == 0 or not {name + POSITIONS, name + VALUES} <= files.layouts.keys():
             raise WeightsError(
-                f"{name} can't be changed: its positions, its values or what they are to be "
-                "applied to are missing; export another version"
+                f"{name} can't be changed: its positions, its values or the tensor that they apply "
+                "to is missing; export another version"
             )
         old = self._read_level(name, level - 1)
         positions, values = files.read(name + POSITIONS), files.read(name + VALUES)

@@ -35,11 +35,11 @@ def read_weights(
     Args:
         store: The store that holds it.
         reference: Of the manifest.
-        cached: An artifact that holds the changes to these is read on top of them; else what it is
-            based on is read as well.
+        cached: An artifact that holds the changes to these is read on top of them; else its base
+            versions are read as well.
     Raises:
-        WeightsError: An object is missing, unreadable or altered, or does not hold what the
-            manifest says; the text names it.
+        WeightsError: An object is missing, unreadable or altered, or contradicts the manifest; the
+            text names it.
     """
     try:
         chain = read_chain(store, reference, cached)
@@ -81,8 +81,8 @@ def _verify(manifest: WeightManifest, tensors: Mapping[str, RawTensor]) -> None:
 
 
 def is_stored(store: ObjectStore, reference: ObjectRef) -> bool:
-    """Tell whether an artifact's manifest can be read, and its files have their sizes; what is in
-    the files is not looked at.
+    """Return whether an artifact's manifest can be read, and its files have their sizes. The
+    content of the files is not read.
 
     Raises:
         StoreUnavailable: The store does not answer.
@@ -126,11 +126,11 @@ def read_chain(
 def _read_files(
     store: ObjectStore, manifest: WeightManifest, tensors: Mapping[str, RawTensor]
 ) -> dict[str, RawTensor]:
-    """Return the tensors of a manifest, read on top of those of its base.
+    """Return the tensors of a manifest, read on top of its base's tensors.
 
     Raises:
         ObjectError: A file is gone or altered.
-        WeightsError: A file does not hold what the manifest says.
+        WeightsError: A file contradicts the manifest.
     """
     read: dict[str, RawTensor] = {}
     for number, file in enumerate(manifest.files):
@@ -163,8 +163,8 @@ def _apply_tensor_delta(
         or positions.layout.dtype not in ("int32", "int64")
     ):
         raise WeightsError(
-            f"{entry.name} can't be changed: its positions, its values or what they are to "
-            "be applied to are missing"
+            f"{entry.name} can't be changed: its positions, its values or the tensor that they "
+            "apply to is missing"
         )
     offsets = np.frombuffer(positions.data, dtype=positions.layout.dtype)
     return RawTensor(old.layout, apply_delta(entry.name, old.data, offsets, values.data))

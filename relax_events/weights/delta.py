@@ -23,7 +23,7 @@ MAX_INT32 = 2**31 - 1
 
 def compute_delta(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the positions in row-major order (int32 or int64, ascending) and the values at which a
-    tensor differs; None where the whole tensor is smaller.
+    tensor differs; None if the whole tensor is smaller.
 
     Args:
         old: On the CPU.

@@ -32,7 +32,7 @@ class TensorHash:
         self._hash.update(data)
 
     def digest(self) -> bytes:
-        """Return the digest of what was added."""
+        """Return the digest of the added bytes."""
         return self._hash.digest()
 
 

@@ -39,7 +39,7 @@ class FileContent:
 
         Args:
             tensors: By name, on any device.
-            memory: What the file is laid out in, if it is large enough.
+            memory: Memory for the file, used if it is large enough.
             lender: Lends other memory; without it, that is fresh.
         """
         layouts = lay_out_file(tensors)
@@ -78,7 +78,7 @@ class FileContent:
 
 def allocate(num_bytes: int) -> UInt8[Tensor, " bytes"]:
     """Return fresh memory on the CPU. numpy asks for huge pages, torch does not: the first use of
-    4 KiB pages costs three times what the copy costs.
+    4 KiB pages costs three times as much as the copy.
     """
     return torch.from_numpy(np.empty(num_bytes, dtype=np.uint8))
 
@@ -93,9 +93,9 @@ def lay_out(
 
     Args:
         parts: Tensors by name, on any device, used until the next part is asked for.
-        keep: False where a file is used only until the next one is asked for; all are then laid
-            out in the same memory.
-        lender: Lends the memory, and loses what a whole version has no use for.
+        keep: False if a file is used only until the next file is asked for; all files then use the
+            same memory.
+        lender: Lends the memory, and drops memory that a whole version did not use.
     """
     memory = None
     for part in parts:

@@ -59,7 +59,7 @@ class WeightManifest:
 
     Attributes:
         digest: `artifact_writer.weights_digest` of all weights.
-        files: Their digests are empty: the tensors' verify what is in them.
+        files: Their digests are empty: the tensors' digests verify their content.
         base: None for a full snapshot.
         changed: Names of the tensors that the files hold as deltas to the base.
         base_digest: `base_digest.compute_base_digest` of the model that the tensors are adapters

@@ -45,7 +45,7 @@ class ReusedMemory:
         return torch.from_numpy(lent)
 
     def drop_unused(self) -> None:
-        """Give what a whole version had no use for back to the system."""
+        """Return memory that a whole version did not use to the system."""
         self._collect()
         self._free.clear()
 

@@ -1,5 +1,5 @@
 """Writes safetensors files and the weights of model folders one tensor at a time: memory for one
-tensor is enough, whatever the size of a file.
+tensor is enough for a file of any size.
 """
 
 from __future__ import annotations

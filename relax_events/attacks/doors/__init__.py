@@ -1,4 +1,4 @@
-"""The attacks by what they attack; each module gives its assaults."""
+"""The attacks by their targets; each module gives its assaults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOURCES: tuple[Callable[[], Iterator[Assault]], ...] = (
     content_assaults,
     profile_assaults,
 )
-"""Those that take longest come first."""
+"""The assaults that take longest come first."""
 
 
 def list_assaults() -> list[Assault]:

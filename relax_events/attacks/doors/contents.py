@@ -1,4 +1,4 @@
-"""Texts that spell control tokens, and settings with secrets or hidden code: what the process of a
+"""Texts that spell control tokens, and settings with secrets or hidden code, which the process of a
 worker, or of a command, reads itself.
 """
 

@@ -64,7 +64,7 @@ def _prepare(
 
 
 def list_forms() -> dict[str, Callable[[str], tuple[str, Any]]]:
-    """Return the places of a hostile text: each makes a completion and metadata of it."""
+    """Return the functions that make a completion and metadata of a hostile text, by name."""
     call = TOOL.format(name='"image_zoom_in_tool"', arguments='{"bbox_2d": [0, 0, 900, 900]}')
     return {
         "completion": lambda text: (text, _row("1")),

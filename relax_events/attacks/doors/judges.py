@@ -30,14 +30,14 @@ def judge_assaults() -> Iterator[Assault]:
 
 @contextmanager
 def _prepare(function: str, targets: Targets) -> Iterator[list[Attack]]:
-    """Score samples whose completions name the service's reply, and hostile ones that it answers
+    """Score samples whose completions name the service's reply, and hostile samples that it answers
     with a number.
     """
     port = targets.outside["port"]
-    asked = {name: make_sample(f"{MARK}{name};", "a") for name in list_replies(port)}
+    by_reply = {name: make_sample(f"{MARK}{name};", "a") for name in list_replies(port)}
     right = make_sample("an answer", "a")
     texts = build_hostile_samples(right, [{"key": "PAYLOAD"}], targets)
-    samples = {f"reply: {name}": sample for name, sample in asked.items()} | dict(texts)
+    samples = {f"reply: {name}": sample for name, sample in by_reply.items()} | dict(texts)
     items = [
         build_item_of_group(sample, name)
         for name, sample in samples.items()

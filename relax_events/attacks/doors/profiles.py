@@ -1,5 +1,5 @@
-"""What code could do in a child of each profile, if it ran there: a child that evaluates what it is
-sent tries it.
+"""What code could do in a child of each profile, if it ran there: a child that evaluates the texts
+it receives tries it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _prepare_tricks(part: int, targets: Targets) -> Iterator[list[Attack]]:
 
 
 def _list_hostile_tests(targets: Targets) -> Iterator[Trick]:
-    """Yield programs whose rows have code in the place of tests; it may run, and reach nothing."""
+    """Yield programs whose rows have code in place of tests; it may run, and reach nothing."""
     texts = completion_attacks(targets.canary, port=targets.outside["port"])
     for name, text in texts.items():
         if "," not in name and str(targets.canary) in text and fits_a_record(text):

@@ -91,7 +91,7 @@ def _attack(
 def build_hostile_samples(
     right: Sample, rows: Sequence[Any], targets: Targets
 ) -> Mapping[str, Sample]:
-    """Return a sample for each hostile text in each place: completion, answer and metadata."""
+    """Return samples that have each hostile text as completion, as answer and in metadata."""
     texts = completion_attacks(targets.canary, port=targets.outside["port"])
     payloads = {name: text for name, text in texts.items() if fits_a_record(text)}
     samples = {f"completion: {name}": right | {"completion": t} for name, t in payloads.items()}

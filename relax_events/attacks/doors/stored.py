@@ -43,7 +43,7 @@ Reader = Callable[[ObjectStore, ObjectRef, Path], Callable[[], bytes]]
 
 
 def stored_assaults() -> Iterator[Assault]:
-    """Give the assaults of what was stored."""
+    """Yield the assaults on stored records and objects."""
     for point, prepare in (
         (RUN_IMPORT, _prepare_exports),
         (RECORD_READER, _prepare_records),
@@ -53,7 +53,7 @@ def stored_assaults() -> Iterator[Assault]:
 
 
 def bounded_assault(point: BoundedPoint, prepare: Callable[[Targets], object]) -> Assault:
-    """Return the assault on a place without a child process."""
+    """Return the assault on an entry point without a child process."""
     return Assault(point.name, point.doors, "bounds", prepare)  # type: ignore[arg-type]
 
 
@@ -71,14 +71,14 @@ def _import(attack: ArchiveAttack) -> str:
 
 
 def refuse(call: Callable[[], object], *errors: type[RelaxError]) -> str:
-    """Make a call that must fail with one of these errors."""
+    """Make a call that must fail with an error of these types."""
     try:
-        taken = call()
+        result = call()
     except errors:
         return HELD
     except (RelaxError, OSError) as error:
         return f"it failed with {type(error).__name__}: {error}"
-    return f"it was taken: {taken!r:.100}"
+    return f"it was taken: {result!r:.100}"
 
 
 @contextmanager
@@ -161,7 +161,7 @@ def _read_then_attack(attack: str, reader: str) -> str:
         second = keep_second_name(folder / "objects" / STORE_KEY, folder / "second")
         read = READERS[reader](store, reference, folder)
         AFTER_READING[attack](second)
-        return HELD if read() == CONTENT else "what was verified has changed"
+        return HELD if read() == CONTENT else "the verified content has changed"
 
 
 def _name_outside(key: str) -> str:

@@ -50,7 +50,7 @@ def _prepare_reward(_: Targets) -> Iterator[list[Attack]]:
 
 
 def _score(pool: RewardPool, what: str) -> str:
-    """The failing sample gets no reward, and those next to it theirs."""
+    """The failing sample gets no reward, and the samples next to it get theirs."""
     samples = [make_sample(text) for text in (WELL, what, WELL)]
     rewards = [read_reward(one) for one in pool.score_batch([build_item(one) for one in samples])]
     expected = [HONEST_REWARD, None, HONEST_REWARD]

@@ -118,13 +118,13 @@ def _is_followed(name: str, kwargs: Mapping[str, Any], texts: Sequence[str], pro
     check = INSTRUCTIONS.get(name)
     if check is None:
         raise ValueError(f"there is no instruction {name!r}; see metadata.instruction_id_list")
-    taken = dict(list(inspect.signature(check).parameters.items())[1:])
+    parameters = dict(list(inspect.signature(check).parameters.items())[1:])
     arguments = {
-        key: _convert_argument(name, taken[key], value)
+        key: _convert_argument(name, parameters[key], value)
         for key, value in kwargs.items()
-        if key in taken and value is not None
+        if key in parameters and value is not None
     }
-    if "prompt_to_repeat" in taken:
+    if "prompt_to_repeat" in parameters:
         arguments.setdefault("prompt_to_repeat", prompt)
     try:
         return any(text.strip() and check(text, **arguments) for text in texts)

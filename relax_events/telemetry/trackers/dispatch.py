@@ -12,7 +12,7 @@ from relax_events.telemetry.trackers.protocol import DeliveryProgress, StepMetri
 
 
 class TrackerWriter:
-    """Opens a tracker at the first metrics, and writes those that it has not received."""
+    """Opens a tracker at the first metrics, and writes metrics that it has not received."""
 
     def __init__(
         self, open_tracker: Callable[[DeliveryProgress], Tracker], memory: DeliveryProgress

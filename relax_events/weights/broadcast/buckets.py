@@ -100,7 +100,7 @@ class Layout:
         """Return a bucket's bytes: a view if one tensor has them all, else gathered in `staging`.
 
         Args:
-            bucket: One of `buckets`.
+            bucket: An element of `buckets`.
             tensors: Of this layout, on the CPU, contiguous.
             staging: At least as large as the bucket.
         """

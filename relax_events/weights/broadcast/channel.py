@@ -90,8 +90,8 @@ class Channel(Protocol):
     """A channel between rank 0, which sends, and rank 1. Unusable after a `ConnectionLost`."""
 
     def prepare_receive(self, buffer: ReceiveBuffer) -> Mapping[str, Any]:
-        """Prepare to receive a version into a buffer, as rank 1; return what the sender must know
-        of the buffer.
+        """Prepare to receive a version into a buffer, as rank 1; return the description of the
+        buffer for the sender.
         """
         ...
 

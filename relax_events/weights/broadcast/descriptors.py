@@ -139,7 +139,7 @@ def request_descriptor(name: str, key: bytes, *, seconds: float = RESPONSE_SECON
 
 
 def _receive_descriptor(connection: socket.socket) -> int:
-    """Receive exactly one descriptor. The kernel closes those that the buffer has no room for."""
+    """Receive exactly one descriptor. The kernel closes descriptors beyond the buffer's size."""
     files = array("i")
     _, ancillary, flags, _ = connection.recvmsg(
         1, socket.CMSG_LEN(files.itemsize), socket.MSG_CMSG_CLOEXEC

@@ -49,7 +49,7 @@ class WeightsSnapshot:
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs of the `Broadcaster`."""
+    """The attributes of the `Broadcaster` that a connection uses."""
 
     config: WeightsConfig
     backend: Backend
@@ -79,7 +79,7 @@ class EngineConnection:
         self.thread = threading.Thread(target=self._run, name=f"broadcast-{group}", daemon=True)
 
     def offer(self, snapshot: WeightsSnapshot) -> None:
-        """Send a version next, instead of one that is still waiting."""
+        """Send a version next; it replaces a version that still waits."""
         self._offers.put(snapshot)
         with suppress(OSError):  # the connection has just ended
             self._wake_writer.send(b"1")

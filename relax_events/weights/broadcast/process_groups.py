@@ -39,11 +39,11 @@ def require_backend(transport: str) -> Backend:
         return "gloo"
     if transport == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
         return "nccl"
-    need = {"gloo": "a torch with gloo", "nccl": "a torch with NCCL, and a GPU"}.get(
+    requirement = {"gloo": "a torch with gloo", "nccl": "a torch with NCCL, and a GPU"}.get(
         transport, "to be 'gloo' or 'nccl'"
     )
     raise EnvironmentProblem(
-        f"weights.transport = {transport!r} needs {need}, to send weights from here; set "
+        f"weights.transport = {transport!r} needs {requirement}, to send weights from here; set "
         "weights.transport = 'store'"
     )
 

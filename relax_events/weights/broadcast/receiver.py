@@ -276,7 +276,7 @@ class Receiver:
             control.send(
                 deadline=deadline,
                 accepts=False,
-                reason="its tensors differ from those of the previous version",
+                reason="its tensors differ from the previous version's tensors",
             )
             raise ConnectionLost(
                 f"policy version {version} has other tensors than the previous version"

@@ -72,8 +72,8 @@ class BroadcastReader(StoreReader):
         return self._receiver.is_in_transit(published.policy_version)
 
     def fetch(self, published: PolicyVersionPublished) -> Weights:
-        """Return what the trainer sent if it matches the manifest, else read the store. The tensors
-        stay valid until the next fetch.
+        """Return the weights that the trainer sent if they match the manifest, else read the store.
+        The tensors stay valid until the next fetch.
         """
         version = published.policy_version
         manifest = WeightManifest.from_json(self._store.get(published.artifact))
