@@ -90,12 +90,9 @@ class ApiEndpointFile:
         try:
             return str(orjson.loads(self.address_file.read_bytes())["url"])
         except FileNotFoundError:
-            remedy = (
-                "start the run, or give --url and --token-file of one elsewhere (extra `api`, "
-                "scaling.api)"
-            )
             raise CheckFailed(
-                f"{self.address_file} does not exist: the run has served no API here; {remedy}"
+                f"{self.address_file} does not exist: the run has served no API here; start the "
+                "run, or give --url and --token-file of one elsewhere (extra `api`, scaling.api)"
             ) from None
 
 

@@ -58,10 +58,10 @@ def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
     num_workers = config.roles()["rollout"]
     num_members = num_workers * config.num_lanes
     if num_members > size:
-        needed = f"{num_workers} rollout workers x {config.num_lanes} lanes = {num_members} members"
         raise ConfigError(
-            f"{needed} are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} "
-            f"= {size}; {REMEDY}"
+            f"{num_workers} rollout workers x {config.num_lanes} lanes = {num_members} members "
+            f"are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = {size}; "
+            f"{REMEDY}"
         )
     return (
         f"room for {max_rollout_workers(config, size)} rollout workers of {config.num_lanes} lanes "

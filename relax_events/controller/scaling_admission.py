@@ -144,13 +144,11 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
         and command.timeout_seconds is not None
         and command.timeout_seconds * MICROS < pool.least_timeout
     ):
-        least = (
-            f"a server of {pool.model} may take {pool.least_timeout / MICROS:g} s to start and "
-            "load (engine.sglang.start_seconds)"
-        )
         raise RejectedError(
             f"timeout_secs must be >= {pool.least_timeout / MICROS:g}, got "
-            f"{command.timeout_seconds:g}: {least}; leave it out"
+            f"{command.timeout_seconds:g}: a server of {pool.model} may take "
+            f"{pool.least_timeout / MICROS:g} s to start and load (engine.sglang.start_seconds); "
+            "leave it out"
         )
     if bounds.has_external_autoscaler and (command.urls or command.force):
         raise RejectedError(
@@ -161,13 +159,10 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
             "leave force out"
         )
     if not bounds.is_supervised and not bounds.has_external_autoscaler:
-        remedy = (
-            f"scale the service {pool.role} where it was started, or by KEDA; see "
-            "docs/how-to/scaling.md"
-        )
         raise RejectedError(
             "the workers of this run were not started by `relax run`, so this controller can't "
-            f"start or end one; {remedy}"
+            f"start or end one; scale the service {pool.role} where it was started, or by KEDA; "
+            "see docs/how-to/scaling.md"
         )
 
 
@@ -232,12 +227,12 @@ def _workers_to_add(
             return f"workers of {pool.model} there are: {num_there}"
         if pool.urls:
             remedy = (
-                "name servers of their own in engine_urls"
+                "name other servers in engine_urls"
                 if pool.model == DEFAULT_MODEL
                 else "leave the urls out of the run file"
             )
             raise RejectedError(
-                f"workers of {pool.model} attach to servers, and those of the run file have "
+                f"workers of {pool.model} attach to servers, and the servers of the run file have "
                 f"theirs; {remedy}"
             )
         return [
@@ -300,9 +295,9 @@ def _workers_to_remove(
             )
         return [worker for worker in reversed(there) if worker.url in urls]
     if command.target < pool.num_at_start:
-        what = f"the run starts with {pool.num_at_start} workers of {pool.model}, and those stay"
         raise RejectedError(
-            f"{what}; num_replicas must be >= {pool.num_at_start}, got {command.target}"
+            f"the run starts with {pool.num_at_start} workers of {pool.model}, and those stay; "
+            f"num_replicas must be >= {pool.num_at_start}, got {command.target}"
         )
     surplus = pool.num_at_start + len(there) - command.target
     if surplus <= 0:

@@ -75,9 +75,9 @@ class DatasetEngine:
                 "algorithms that generate samples need another engine"
             )
         if (length := len(request.prompt_tokens) + len(sample.tokens)) > self._max_context_tokens:
-            rule = f"raise engine.max_context_tokens = {self._max_context_tokens} or drop the row"
             raise PoisonSample(
-                f"sample {sample.sample_id}: prompt and completion have {length} tokens; {rule}"
+                f"sample {sample.sample_id}: prompt and completion have {length} tokens; raise "
+                f"engine.max_context_tokens = {self._max_context_tokens} or drop the row"
             )
 
     def poll(self, *, timeout_seconds: float) -> list[GeneratedSample]:

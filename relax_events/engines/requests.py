@@ -181,10 +181,10 @@ def _recorded_experts(
     if (recorded := sample.routed_experts) is None:
         return shape.nothing()
     if recorded.shape[1:] != (shape.num_layers, shape.top_k) or len(recorded) > max_tokens:
-        rule = f"at most {max_tokens} tokens, {shape.num_layers} layers and {shape.top_k} experts"
         raise PoisonSample(
-            f"sample {sample.sample_id}: the prefix's routed_experts must be of {rule}, got "
-            f"shape {recorded.shape}"
+            f"sample {sample.sample_id}: the prefix's routed_experts must be of at most "
+            f"{max_tokens} tokens, {shape.num_layers} layers and {shape.top_k} experts, got shape "
+            f"{recorded.shape}"
         )
     return shape.compact(recorded)
 
@@ -195,10 +195,9 @@ def _position_shift(request: GenerationRequest, model: ServedModel, name: str) -
     """
     layout, media = model.layout, [piece.reference for piece in request.media]
     if layout is None:
-        remedy = "use engine 'transformers' and a model that reads media"
         raise PoisonSample(
-            f"{name} has {len(media)} media files, and the engine passes text only to its "
-            f"model; {remedy}"
+            f"{name} has {len(media)} media files, and the engine passes text only to its model; "
+            "use engine 'transformers' and a model that reads media"
         )
     num_tokens = len(request.prompt_tokens)
     indices = layout.find_media_tokens(request.prompt_tokens, request.is_input, media)

@@ -252,10 +252,9 @@ class EventCodec:
         if other != fingerprint and schema_id not in self._confirmed:
             other = self._confirm(schema_id, other)
         if other != fingerprint:
-            both = f"{other.hex()} and for {fingerprint.hex()}"
             raise SchemaError(
-                f"registry id {schema_id} stands for schema {both}; a run keeps to one "
-                "schema registry"
+                f"registry id {schema_id} stands for schema {other.hex()} and for "
+                f"{fingerprint.hex()}; a run keeps to one schema registry"
             )
 
     def _confirm(self, schema_id: int, fingerprint: bytes) -> bytes:

@@ -262,12 +262,11 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
             f"it says that it has {num_records} records in {num_packed} bytes, and "
             f"{num_bytes - file.tell()} bytes are left"
         )
-    too_large = (
-        f"{{}} bytes, and at most {MAX_BLOCK_BYTES} may be: one record of {MAX_RECORD_BYTES}, "
-        "and what stands before it"
-    )
     if num_packed > MAX_BLOCK_BYTES:
-        raise ValueError(too_large.format(f"it has {num_packed}"))
+        raise ValueError(
+            f"it has {num_packed} bytes, and at most {MAX_BLOCK_BYTES} may be: one record of "
+            f"{MAX_RECORD_BYTES}, and what stands before it"
+        )
     data = file.read(num_packed)
     if codec == b"null":
         return num_records, data
@@ -277,7 +276,8 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
     unpacked = unpacking.decompress(data, MAX_BLOCK_BYTES + 1)
     if len(unpacked) > MAX_BLOCK_BYTES:
         raise ValueError(
-            too_large.format(f"its {num_packed} bytes unpack to more than {MAX_BLOCK_BYTES}")
+            f"its {num_packed} bytes unpack to more than {MAX_BLOCK_BYTES} bytes: one record of "
+            f"{MAX_RECORD_BYTES}, and what stands before it"
         )
     if not unpacking.eof:
         raise ValueError(f"its {num_packed} bytes end before what is packed in them does")

@@ -96,8 +96,10 @@ def _least_bytes(
             not _least_bytes(items, named=named, enclosing=enclosing, namespace=namespace)
             and kind == "array"
         ):
-            what = f"published schema has an array of {json.dumps(items)[:80]}"
-            raise SchemaError(f"{what}, whose items a record of a few bytes can hold any number of")
+            raise SchemaError(
+                f"published schema has an array of {json.dumps(items)[:80]}, whose items a record "
+                "of a few bytes can hold any number of"
+            )
         return 1
     if kind in ("record", "error"):
         return _record_least(node, named=named, enclosing=enclosing, namespace=namespace)

@@ -72,9 +72,9 @@ class ExpertShape:
         """
         where = f"sample {sample.sample_id}"
         if sample.routed_experts is None:
-            need = "model.routing_replay = 'rollout' needs the experts that its tokens went through"
             raise PoisonSample(
-                f"{where} has no routed_experts, and {need}; was it made under another run file?"
+                f"{where} has no routed_experts, and model.routing_replay = 'rollout' needs the "
+                "experts that its tokens went through; was it made under another run file?"
             )
         experts = dense(sample.routed_experts, what=f"{where}: routed_experts")
         if experts.shape != (shape := (len(sample.tokens) - 1, self.num_layers, self.top_k)):

@@ -166,14 +166,12 @@ def _find_tls_problem(address: str, *, speaks_tls: bool, ca_file: str | None) ->
             socket.create_connection((host, port), timeout=PROBE_SECONDS) as plain,
             context.wrap_socket(plain, server_hostname=host),
         ):
-            remedy = (
-                "set broker.credentials, or broker.username with broker.password_file and "
-                "broker.ca_file"
-            )
             return (
                 ""
                 if speaks_tls
-                else f"the broker at {address} uses TLS and this client does not; {remedy}"
+                else f"the broker at {address} uses TLS and this client does not; set "
+                "broker.credentials, or broker.username with broker.password_file and "
+                "broker.ca_file"
             )
     except ssl.SSLCertVerificationError as error:
         return (
@@ -181,15 +179,10 @@ def _find_tls_problem(address: str, *, speaks_tls: bool, ca_file: str | None) ->
             f"{error.verify_message}; {CERTIFICATE_REMEDY}"
         )
     except ssl.SSLError as error:
-        remedy = (
-            "remove broker.credentials and broker.username, or use the address of its "
-            "secured listener"
-        )
         return (
-            (
-                f"the broker at {address} does not use TLS ({error.reason}) and this client "
-                f"does; {remedy}"
-            )
+            f"the broker at {address} does not use TLS ({error.reason}) and this client does; "
+            "remove broker.credentials and broker.username, or use the address of its secured "
+            "listener"
             if speaks_tls
             else ""
         )

@@ -163,9 +163,9 @@ class RegistryClient:
                 return None
             raise self._translate(error, what) from error
         except (HTTPError, OSError) as error:
-            remedy = "see that it runs, and that broker.schema_registry is its address"
             raise BrokerUnavailable(
-                f"schema registry {self._url}, {what}: {type(error).__name__} {error}; {remedy}"
+                f"schema registry {self._url}, {what}: {type(error).__name__} {error}; see that "
+                "it runs, and that broker.schema_registry is its address"
             ) from error
 
     def _translate(self, error: Any, what: str) -> BrokerError | SchemaError:

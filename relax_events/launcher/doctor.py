@@ -220,9 +220,9 @@ def check_disk(config: RunConfig) -> str:
     folder = next(path for path in (run_folder, *run_folder.parents) if path.exists())
     free, least = shutil.disk_usage(folder).free, MIN_FREE_BYTES + _stored_bytes(config)
     if free < least:
-        need = f"a run wants at least {least / 1e9:.2f}"
         raise EnvironmentProblem(
-            f"{folder} has {free / 1e9:.2f} GB free, {need}; free some space or set run.directory"
+            f"{folder} has {free / 1e9:.2f} GB free, a run wants at least {least / 1e9:.2f}; free "
+            "some space or set run.directory"
         )
     return f"{free / 1e9:.0f} GB free in {folder}{_growth(config)}"
 

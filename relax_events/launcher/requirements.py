@@ -105,12 +105,10 @@ def _require_own_servers(config: RunConfig) -> None:
             and engine.sglang.urls
             and (count := config.roles().get(role, 0)) > 1
         ):
-            rule = (
-                f"servers serve one worker each, and {count} {role} workers would attach to all "
-                f"of {section}.sglang.urls"
-            )
             raise ConfigError(
-                f"{rule}; set workers.{role} = 1, whose worker shares its samples out among them"
+                f"servers serve one worker each, and {count} {role} workers would attach to all "
+                f"of {section}.sglang.urls; set workers.{role} = 1, whose worker shares its "
+                "samples out among them"
             )
 
 
@@ -165,34 +163,34 @@ def _require_media_support(config: RunConfig) -> None:
             else MEDIA_FAMILIES.get(tiny.family if tiny else "")
         )
         if unread := sorted(required - set(layout.MODALITIES if layout else ())):
-            what = (
+            model = (
                 f"model.path {path}"
                 if path.exists()
                 else f"model.tiny.family = {tiny.family if tiny else ''!r}"
             )
             reads = " and ".join(layout.MODALITIES) if layout else "text only"
-            able = ", ".join(
+            families = ", ".join(
                 name
                 for name, family in MEDIA_FAMILIES.items()
                 if required <= set(family.MODALITIES)
             )
             raise ConfigError(
-                f"the data contains media of kind {unread[0]} and {what} reads {reads}; take a "
-                f"model of one of the families {able}"
+                f"the data contains media of kind {unread[0]} and {model} reads {reads}; take a "
+                f"model of one of the families {families}"
             )
         family, shown = (
             _read_family(path) if path.exists() else tiny.family if tiny else "",
             ENGINE_MEDIA_FAMILIES.get(config.engine.name),
         )
         if shown is not None and family not in shown:
-            what = (
-                f"engine {config.engine.name!r} supports media for models of the families "
-                f"{', '.join(shown)} alone, and {path} is of {family}"
+            explanation = (
+                f", {UNTESTED_MEDIA_MODELS[family]}" if family in UNTESTED_MEDIA_MODELS else ""
             )
-            why = f", {UNTESTED_MEDIA_MODELS[family]}" if family in UNTESTED_MEDIA_MODELS else ""
             raise ConfigError(
-                f"the data contains media of kind {min(required)}: {what}{why}; set engine.name "
-                "= 'transformers'"
+                f"the data contains media of kind {min(required)}: engine "
+                f"{config.engine.name!r} supports media for models of the families "
+                f"{', '.join(shown)} alone, and {path} is of {family}{explanation}; set "
+                "engine.name = 'transformers'"
             )
     if config.algorithm.needs_critic and (critic := config.critic.model_path) is not None:
         layout = MediaLayout.from_folder(critic, config.model.media)
@@ -217,17 +215,17 @@ def _require_routing_replay(model: ModelConfig) -> None:
     """Refuse routing replay for a model without experts."""
     if not model.replays_routing:
         return
-    path, tiny, what = model.path, model.tiny, "model.routing_replay = 'rollout'"
+    path, tiny = model.path, model.tiny
     if (path / "config.json").is_file():
         if not has_experts(path):
             raise ConfigError(
-                f"{what} is for mixtures of experts, and the model in model.path {path} is "
-                "none; leave it out"
+                "model.routing_replay = 'rollout' is for mixtures of experts, and the model in "
+                f"model.path {path} is none; leave it out"
             )
     elif tiny is not None and "moe" not in tiny.family:
         raise ConfigError(
-            f"{what} is for mixtures of experts, and model.tiny.family = {tiny.family!r} is "
-            "none; leave it out"
+            "model.routing_replay = 'rollout' is for mixtures of experts, and model.tiny.family = "
+            f"{tiny.family!r} is none; leave it out"
         )
 
 
@@ -236,8 +234,10 @@ def _require_critic(config: RunConfig) -> None:
     if path is not None:
         require_regular_files(path, key="critic.model_path")
     if config.algorithm.needs_critic and path is not None and not (path / "config.json").is_file():
-        remedy = "give a folder in Hugging Face layout, or leave it out for the policy's own"
-        raise ConfigError(f"critic.model_path {path} holds no config.json; {remedy}")
+        raise ConfigError(
+            f"critic.model_path {path} holds no config.json; give a folder in Hugging Face "
+            "layout, or leave it out for the policy's own"
+        )
 
 
 def require_teacher(config: RunConfig) -> str:
@@ -330,8 +330,10 @@ def require_metrics_ports(config: RunConfig) -> str:
     host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
     last = config.telemetry.worker_port(sum(config.processes().values()) - 1)
     if last > MAX_PORT:
-        need = f"the last worker would serve on {last}; set it to {first + MAX_PORT - last} or less"
-        raise ConfigError(f"telemetry.metrics_port = {first} is too high: {need}")
+        raise ConfigError(
+            f"telemetry.metrics_port = {first} is too high: the last worker would serve on "
+            f"{last}; set it to {first + MAX_PORT - last} or less"
+        )
     remedies = "set telemetry.metrics_port = 0 for free ones", "set telemetry.metrics_host"
     for port in range(first, last + 1):
         open_listener(host, port, remedies=remedies, what="metrics").close()
@@ -347,9 +349,9 @@ def require_folder(config: RunConfig) -> str:
     run_folder = config.run_directory.absolute()
     there = next(path for path in (run_folder, *run_folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        rule = f"{there} is not a folder that this user may write to"
         raise EnvironmentProblem(
-            f"the run's folder {run_folder} can't be made or written: {rule}; set run.directory"
+            f"the run's folder {run_folder} can't be made or written: {there} is not a folder "
+            "that this user may write to; set run.directory"
         )
     return f"{run_folder} can be written"
 
@@ -388,11 +390,11 @@ def require_context_length(
                 ):  # the template refuses the row; only its prompt group fails
                     lengths.append(len(renderer.prompt_tokens(row.messages, tools=row.tools)))
     if lengths and min(lengths) >= limit:
-        shortest = f"the shortest of the first {len(lengths)} prompts has {min(lengths)}"
-        rule = f"engine.max_context_tokens = {limit} leaves no token for a completion: {shortest}"
         raise ConfigError(
-            f"{rule}; set engine.max_context_tokens to "
-            f"{max(lengths) + config.engine.sampling.max_new_tokens} or so"
+            f"engine.max_context_tokens = {limit} leaves no token for a completion: the shortest "
+            f"of the first {len(lengths)} prompts has {min(lengths)}; set "
+            f"engine.max_context_tokens to {max(lengths) + config.engine.sampling.max_new_tokens} "
+            "or so"
         )
     num_long = sum(length >= limit for length in lengths)
     return (

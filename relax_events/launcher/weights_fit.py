@@ -65,12 +65,10 @@ def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | No
     trained = {tensor.name: tuple(tensor.shape) for tensor in manifest.tensors}
     shapes = {name: layout.shape for name, layout in read_layouts(path).items()}
     if difference := find_difference(shapes, trained):
-        what = (
-            f"model.path {path} is not the model of run {config.run.id}: {difference} in policy "
-            f"version {newest.policy_version}"
-        )
         raise ConfigError(
-            f"{what}; set model.path to the model that the run began with, or take another run.id"
+            f"model.path {path} is not the model of run {config.run.id}: {difference} in policy "
+            f"version {newest.policy_version}; set model.path to the model that the run began "
+            "with, or take another run.id"
         )
     return f"{path} fits policy version {newest.policy_version}"
 

@@ -21,8 +21,10 @@ def read_model_json(path: Path) -> dict[str, Any]:
     try:
         tree = orjson.loads(read_regular_text(path))
     except (OSError, ValueError) as error:
-        remedy = "use the model folder as published, or create one with `relax models prepare`"
-        raise ConfigError(f"{path} can't be read: {error}; {remedy}") from None
+        raise ConfigError(
+            f"{path} can't be read: {error}; use the model folder as published, or create one "
+            "with `relax models prepare`"
+        ) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no JSON object; use the model folder as published")
     return tree

@@ -173,8 +173,9 @@ def _read_folder(folder: Path, access: int) -> dict[str, RawTensor]:
     tensors = {name: raw for part in parts.values() for name, raw in part.items()}
     for file, names in files.items():
         if missing := sorted(names - parts[file].keys()):
-            rule = f"it names tensor {missing[0]}, which {file} must hold"
-            raise DamagedTensors(folder / INDEX_FILE, rule)
+            raise DamagedTensors(
+                folder / INDEX_FILE, f"it names tensor {missing[0]}, which {file} must hold"
+            )
         tensors |= {name: parts[file][name] for name in names}
     return tensors
 
@@ -191,8 +192,9 @@ def _list_files(folder: Path) -> dict[str, set[str]]:
         for tensor, file in orjson.loads(read_regular_text(path))["weight_map"].items():
             files.setdefault(str(file), set()).add(tensor)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        rule = f"it must hold a weight_map ({type(error).__name__}: {error})"
-        raise DamagedTensors(path, rule) from None
+        raise DamagedTensors(
+            path, f"it must hold a weight_map ({type(error).__name__}: {error})"
+        ) from None
     for name in files:
         if "/" in name or not name.endswith(".safetensors"):
             raise DamagedTensors(path, f"it must name files of its folder, got {name!r}")
@@ -237,8 +239,11 @@ def split_file(content: memoryview, file: Path | str) -> dict[str, RawTensor]:
     try:
         return _split_values(header, content[start:])
     except (KeyError, TypeError) as error:
-        rule = "its header must give dtype, shape and data_offsets of each tensor"
-        raise DamagedTensors(file, f"{rule} ({type(error).__name__}: {error})") from None
+        raise DamagedTensors(
+            file,
+            "its header must give dtype, shape and data_offsets of each tensor "
+            f"({type(error).__name__}: {error})",
+        ) from None
     except ValueError as error:
         raise DamagedTensors(file, str(error)) from None
 

@@ -293,13 +293,10 @@ def select_routed_experts(
     experts = sample.routed_experts
     if experts is None or len(experts) != num_tokens - 1:
         got = "none" if experts is None else f"those of {len(experts)}"
-        need = (
-            f"model.routing_replay = 'rollout' needs the routed experts of {num_tokens - 1} tokens "
-            f"of sample {sample.sample_id}"
-        )
         raise ConfigError(
-            f"{need}; engine.name = {config.engine.name!r} gave {got}; take another engine, "
-            "or routing_replay = 'none'"
+            f"model.routing_replay = 'rollout' needs the routed experts of {num_tokens - 1} "
+            f"tokens of sample {sample.sample_id}; engine.name = {config.engine.name!r} gave "
+            f"{got}; take another engine, or routing_replay = 'none'"
         )
     return experts
 
@@ -315,10 +312,9 @@ def select_top_tokens(sample: GeneratedSample, config: RunConfig) -> np.ndarray 
     shape = (sample.num_sampled_tokens, num_tokens)
     if sample.top_tokens is None or sample.top_tokens.shape != shape:
         got = "none" if sample.top_tokens is None else f"shape {sample.top_tokens.shape}"
-        need = (
+        raise ConfigError(
             f"algorithm.distill_tokens = {config.algorithm.distill_tokens!r} needs {num_tokens} "
-            "most probable tokens with each token"
+            f"most probable tokens with each token; engine.name = {config.engine.name!r} gave "
+            f"{got}; take another engine, or distill_tokens = 'teacher_topk'"
         )
-        remedy = "take another engine, or distill_tokens = 'teacher_topk'"
-        raise ConfigError(f"{need}; engine.name = {config.engine.name!r} gave {got}; {remedy}")
     return sample.top_tokens

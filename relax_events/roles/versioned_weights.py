@@ -114,11 +114,10 @@ class VersionedWeights:
         try:
             weights = self._transport.fetch(published)
         except WeightsError as error:
-            remedy = (
-                "restore the object, or start the run again: its trainer writes its newest "
-                "version again; or fork it from an older version"
+            lost = WeightsError(
+                f"{error}; restore the object, or start the run again: its trainer writes its "
+                "newest version again; or fork it from an older version"
             )
-            lost = WeightsError(f"{error}; {remedy}")
             now = self._clock()
             wait = min(max(READS_BETWEEN * (now - began), MIN_LOST_SECONDS), MAX_LOST_SECONDS)
             self._lost[policy_version] = now + wait, lost

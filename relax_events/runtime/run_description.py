@@ -138,12 +138,10 @@ def read_described_config(
         return config if described.run_id == run_id else _moved(config, run_id)
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
-        text = (
-            f"the log's description of run {described.run_id} does not fit this release at "
-            f"{key}: {error.errors()[0]['msg']}"
-        )
         raise ConfigError(
-            f"{text}; it was written by {described.package_version}, this is {__version__}"
+            f"the log's description of run {described.run_id} does not fit this release at {key}: "
+            f"{error.errors()[0]['msg']}; it was written by {described.package_version}, this is "
+            f"{__version__}"
         ) from None
 
 
@@ -223,10 +221,9 @@ class ParentRun:
         finally:
             reader.close()
         if described is None:
-            remedy = "start it again with this release: relax run RUN_FILE"
             raise ConfigError(
                 f"the log of run {run_id!r} holds no description of the run, like logs of earlier "
-                f"releases; {remedy}"
+                "releases; start it again with this release: relax run RUN_FILE"
             )
         config = read_described_config(described, run_id=run_id, reader_config=child_config)
         return cls(

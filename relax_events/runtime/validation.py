@@ -46,9 +46,9 @@ def check_issued(event: Event) -> PromptGroupIssued:
         raise PoisonSample(f"expected PromptGroupIssued, got {type(event).__name__}")
     _require_own_id(event, what="prompt group")
     if not 1 <= event.samples_per_prompt <= MAX_SAMPLES_PER_PROMPT:
-        rule = f"samples_per_prompt must be 1 to {MAX_SAMPLES_PER_PROMPT}"
         raise PoisonSample(
-            f"prompt group {event.prompt_group_id}: {rule}, got {event.samples_per_prompt}"
+            f"prompt group {event.prompt_group_id}: samples_per_prompt must be 1 to "
+            f"{MAX_SAMPLES_PER_PROMPT}, got {event.samples_per_prompt}"
         )
     return event
 
@@ -83,9 +83,9 @@ def check_ended(event: PromptGroupEnded, *, allowed: Sequence[Outcome]) -> Promp
     except PoisonSample as error:
         raise ForeignRecord(str(error)) from None
     if event.outcome not in allowed:
-        rule = f"outcome must be {', '.join(allowed[:-1])} or {allowed[-1]}"
         raise ForeignRecord(
-            f"end of prompt group {event.prompt_group_id}: {rule}, got {event.outcome}"
+            f"end of prompt group {event.prompt_group_id}: outcome must be "
+            f"{', '.join(allowed[:-1])} or {allowed[-1]}, got {event.outcome}"
         )
     return event
 
@@ -101,8 +101,10 @@ def _require_own_id(event: PromptGroupIssued | PromptGroupEnded, *, what: str) -
         (event.train_step, event.group_index, event.attempt),
     )
     if in_id != in_event:
-        rule = f"the id must name train_step, group_index and attempt {in_event}, got {in_id}"
-        raise PoisonSample(f"{what} {event.prompt_group_id}: {rule}")
+        raise PoisonSample(
+            f"{what} {event.prompt_group_id}: the id must name train_step, group_index and "
+            f"attempt {in_event}, got {in_id}"
+        )
 
 
 def check_samples(events: Sequence[Event]) -> list[SampleRolledOut]:
@@ -243,10 +245,9 @@ def _require_known_tokens(sample: SampleReady, *, vocab_size: int) -> None:
 
 def _require_bounded_advantages(sample: SampleReady, *, bound: float) -> None:
     if (largest := _largest(np.asarray(sample.advantages))) > bound:
-        rule = f"advantages must be at most trainer.max_abs_advantage = {bound:g} in magnitude"
         raise PoisonSample(
-            f"sample {sample.sample_id}: {rule}, got {largest:g}; raise it if rewards are "
-            "that large"
+            f"sample {sample.sample_id}: advantages must be at most trainer.max_abs_advantage = "
+            f"{bound:g} in magnitude, got {largest:g}; raise it if rewards are that large"
         )
 
 
@@ -264,17 +265,15 @@ def _check_used_token_sets(sample: SampleReady, *, num_ids: int, vocab_size: int
         (np.asarray(array) for array in (sample.topk_ids, sample.topk_teacher_logprobs)),
     )
     if ids.shape[1] < num_ids:
-        rule = (
-            f"topk_ids must have at least the {num_ids} ids of algorithm.distill_top_k for each "
-            "loss token"
+        raise PoisonSample(
+            f"{where}: topk_ids must have at least the {num_ids} ids of algorithm.distill_top_k "
+            f"for each loss token, got {ids.shape[1]}"
         )
-        raise PoisonSample(f"{where}: {rule}, got {ids.shape[1]}")
     ids, teacher = ids[:, :num_ids], teacher[:, :num_ids]
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        rule = f"topk_ids must be 0 to {vocab_size - 1}"
         raise PoisonSample(
-            f"{where}: {rule}, got {ids.min()} to {ids.max()}; do policy and teacher share a "
-            "vocabulary?"
+            f"{where}: topk_ids must be 0 to {vocab_size - 1}, got {ids.min()} to {ids.max()}; do "
+            "policy and teacher share a vocabulary?"
         )
     if not np.isfinite(teacher).all():
         raise PoisonSample(
@@ -296,13 +295,10 @@ def _check_form(event: SampleRolledOut | SampleReady, fields: tuple[str, ...]) -
         <= event.key.min_policy_version
         <= event.key.max_policy_version
     ):
-        versions = (
+        raise PoisonSample(
+            f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, got "
             f"{event.policy_version}, {event.key.min_policy_version}, "
             f"{event.key.max_policy_version}"
-        )
-        raise PoisonSample(
-            f"{where}: policy_version <= min_policy_version <= max_policy_version must hold, "
-            f"got {versions}"
         )
     if not 0 < event.temperature < np.inf:
         raise PoisonSample(
@@ -363,14 +359,14 @@ def _check_token_sets(event: SampleRolledOut | SampleReady, fields: tuple[str, .
 def _check_routed_experts(event: SampleRolledOut | SampleReady) -> None:
     if (experts := event.routed_experts) is None:
         return
-    rule, num_rows = f"sample {event.sample_id}: routed_experts must be", event.tokens.shape[0] - 1
+    where, num_rows = f"sample {event.sample_id}", event.tokens.shape[0] - 1
     if len(experts.shape) != 3 or experts.shape[0] != num_rows:
         raise PoisonSample(
-            f"{rule} [{num_rows}, layers, top_k], a row for each token but the last, got "
-            f"shape {experts.shape}"
+            f"{where}: routed_experts must be [{num_rows}, layers, top_k], a row for each token "
+            f"but the last, got shape {experts.shape}"
         )
     if np.dtype(experts.dtype).kind not in "iu":
-        raise PoisonSample(f"{rule} integers, got {experts.dtype}")
+        raise PoisonSample(f"{where}: routed_experts must be integers, got {experts.dtype}")
 
 
 def _check_paths(event: SampleRolledOut | SampleReady) -> None:
@@ -383,13 +379,15 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
         )
     if not lengths:
         return
-    rule, total = f"sample {event.sample_id}: path_lengths must", event.tokens.shape[0]
+    where, total = f"sample {event.sample_id}", event.tokens.shape[0]
     if min(lengths) < 1 or sum(lengths) != total:
-        raise PoisonSample(f"{rule} be positive and add up to {total} tokens, got {lengths}")
+        raise PoisonSample(
+            f"{where}: path_lengths must be positive and add up to {total} tokens, got {lengths}"
+        )
     if event.num_prompt_tokens > lengths[0]:
         raise PoisonSample(
-            f"{rule} begin with the path of num_prompt_tokens = {event.num_prompt_tokens}, got "
-            f"{lengths[0]}"
+            f"{where}: path_lengths must begin with the path of num_prompt_tokens = "
+            f"{event.num_prompt_tokens}, got {lengths[0]}"
         )
     if isinstance(event, SampleReady):
         message_media, path_media = event.media, []
@@ -404,7 +402,9 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
         )
     starts = np.cumsum(lengths) - np.array(lengths)
     if not isinstance(event.loss_mask, StoredArray) and event.loss_mask[starts].any():
-        raise PoisonSample(f"{rule} begin each path with a token that loss_mask leaves out")
+        raise PoisonSample(
+            f"{where}: path_lengths must begin each path with a token that loss_mask leaves out"
+        )
 
 
 def _check_values(

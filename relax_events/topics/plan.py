@@ -238,8 +238,10 @@ class TopicPlan:
             ConfigError: The name is not valid in a topic name.
         """
         if not SCORES_PATTERN.fullmatch(name):
-            rule = "1 to 48 of a-z, 0-9, '-' and '_', with a letter or digit first"
-            raise ConfigError(f"the name of scores must be {rule}, got {name!r}; set --name")
+            raise ConfigError(
+                "the name of scores must be 1 to 48 of a-z, 0-9, '-' and '_', with a letter or "
+                f"digit first, got {name!r}; set --name"
+            )
         return f"reward.scores.{name}"
 
     def scores_spec(self, name: str) -> TopicSpec:

@@ -78,9 +78,9 @@ class InflightSamples:
         added: dict[str, InflightSample] = {}
         for entry in entries:
             if (sample_id := entry.sample.sample_id) in self._all or sample_id in added:
-                name = f"prompt group {entry.request.prompt_group_id}"
                 raise PoisonSample(
-                    f"{name}: sample {sample_id} is already running; give every sample its own id"
+                    f"prompt group {entry.request.prompt_group_id}: sample {sample_id} is already "
+                    "running; give every sample its own id"
                 )
             added[sample_id] = entry
         self._all |= added

@@ -144,12 +144,9 @@ class ModelFolder:
             sorted(int(match[1]) for name in self.shapes if (match := ROUTER.match(name))),
         )
         if mixture is None or not layers:
-            rule = (
-                "a mixture of experts that engine 'sglang' supports, but the model in "
-                f"{self.path} is not one"
-            )
             raise ConfigError(
-                f"model.routing_replay needs {rule}; set model.routing_replay = 'none'"
+                "model.routing_replay needs a mixture of experts that engine 'sglang' supports, "
+                f"but the model in {self.path} is not one; set model.routing_replay = 'none'"
             )
         num_experts, top_k = mixture
         return replace(
@@ -240,9 +237,9 @@ class ModelFolder:
             ]
             write_weight_files(folder, files, tensors.__getitem__, is_lasting=False)
         except OSError as error:
-            remedy = "free space, or set engine.sglang.weights_directory"
             raise WeightsError(
-                f"weights can't be written to {folder} for the server: {error}; {remedy}"
+                f"weights can't be written to {folder} for the server: {error}; free space, or "
+                "set engine.sglang.weights_directory"
             ) from error
         return folder
 
@@ -324,11 +321,8 @@ def _extractor(path: Path) -> Any:
     settings = read_model_json(path / "tokenizer_config.json")
     special = settings.get("extra_special_tokens")
     if "audio_token" not in settings | (special if isinstance(special, dict) else {}):
-        remedy = (
-            "use the model's folder as it was published, or delete a tiny one, so that it is "
-            "created again"
-        )
         raise ConfigError(
-            f"{path / 'tokenizer_config.json'} has no audio_token, which SGLang needs; {remedy}"
+            f"{path / 'tokenizer_config.json'} has no audio_token, which SGLang needs; use the "
+            "model's folder as it was published, or delete a tiny one, so that it is created again"
         )
     return load_feature_extractor(path)

@@ -117,13 +117,10 @@ class SGLangClient:
                 "engine.sglang.token_file"
             )
         if response.status_code == NOT_FOUND:
-            remedy = (
-                f"name servers of SGLang {SUPPORTED_VERSIONS[-1]} in engine.sglang.urls, and not"
-                f" a router "
-                "in front of them: it forwards no weights"
-            )
             raise ConfigError(
-                f"{self.url} is not a supported SGLang server, it has no /ready; {remedy}"
+                f"{self.url} is not a supported SGLang server, it has no /ready; name servers of "
+                f"SGLang {SUPPORTED_VERSIONS[-1]} in engine.sglang.urls, and not a router in "
+                "front of them: it forwards no weights"
             )
         return bool(response.status_code == 200)
 
@@ -137,11 +134,10 @@ class SGLangClient:
         """
         info = await self._call("GET", "/server_info")
         if (version := info.get("version")) not in SUPPORTED_VERSIONS:
-            remedy = f"install sglang=={SUPPORTED_VERSIONS[-1]} where the server runs"
             raise ConfigError(
                 f"engine 'sglang' works with SGLang {', '.join(SUPPORTED_VERSIONS)}, and "
-                f"{self.url} "
-                f"is {version}; {remedy}"
+                f"{self.url} is {version}; install sglang=={SUPPORTED_VERSIONS[-1]} where the "
+                "server runs"
             )
         if not info.get("incremental_streaming_output"):
             raise ConfigError(
@@ -151,20 +147,15 @@ class SGLangClient:
         self._takes_seeds = bool(info.get("enable_deterministic_inference"))
         states = info.get("internal_states") or [{}]
         if takes_media and states[0].get("media_format") != FORMAT:
-            remedy = (
-                "install this version of relax-events in the interpreter of sglang, for its plugin"
-            )
             raise ConfigError(
                 f"the model reads media, and the SGLang server at {self.url} accepts none in "
-                f"the format {FORMAT}; {remedy}"
+                f"the format {FORMAT}; install this version of relax-events in the interpreter of "
+                "sglang, for its plugin"
             )
         if self.records_experts and not info.get("enable_return_routed_experts"):
-            need = (
-                "does not record the experts of each token, which model.routing_replay = "
-                "'rollout' needs"
-            )
             raise ConfigError(
-                f"the SGLang server at {self.url} {need}; start it with "
+                f"the SGLang server at {self.url} does not record the experts of each token, "
+                "which model.routing_replay = 'rollout' needs; start it with "
                 "--enable-return-routed-experts"
             )
 
@@ -465,10 +456,9 @@ async def _read_events(
 
 def _require_fits(num_bytes: int, max_bytes: int, what: str) -> None:
     if num_bytes > max_bytes:
-        most = f"the requested tokens take at most {max_bytes}"
         raise ServerRejected(
-            f"{what}: an event of the response has {num_bytes} bytes or more, and {most}; is "
-            f"it an SGLang server of {SUPPORTED_VERSIONS[-1]}?"
+            f"{what}: an event of the response has {num_bytes} bytes or more, and the requested "
+            f"tokens take at most {max_bytes}; is it an SGLang server of {SUPPORTED_VERSIONS[-1]}?"
         )
 
 

@@ -104,10 +104,9 @@ class InflightRequest:
         )
         num_sent = len(self.sample.sequence)
         if self.num_prompt_tokens not in (0, num_sent):
-            remedy = "use servers that do not change prompts"
             self.rejection = (
                 f"the server read {self.num_prompt_tokens} tokens, but the prompt has {num_sent}; "
-                f"{remedy}"
+                "use servers that do not change prompts"
             )
 
     def mark_weight_update(self) -> None:

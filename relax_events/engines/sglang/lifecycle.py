@@ -222,9 +222,9 @@ class ServerLifecycle:
                 raise EnvironmentProblem(exit_text)
             if time.monotonic() > deadline:
                 tail = f"; the end of its log:\n{self._process.log_tail()}" if self._process else ""
-                limit = f"engine.sglang.start_seconds = {self._config.start_seconds:g}"
                 raise EnvironmentProblem(
-                    f"the SGLang server at {self._client.url} was not ready within {limit}{tail}"
+                    f"the SGLang server at {self._client.url} was not ready within "
+                    f"engine.sglang.start_seconds = {self._config.start_seconds:g}{tail}"
                 )
             await asyncio.sleep(CHECK_SECONDS)
         if self._process is not None:
@@ -249,13 +249,10 @@ class ServerLifecycle:
         )
         self._expected = self._checksums.compute(tensors)
         if unverified and self._config.on_unverified_weights == "refuse":
-            rule = (
-                f"the server's checksums can't be verified for {len(unverified)} tensors, such as "
-                f"{unverified[0]}"
-            )
             raise ConfigError(
-                f"{rule}; set engine.sglang.on_unverified_weights = 'accept' to load weights "
-                "without verification"
+                f"the server's checksums can't be verified for {len(unverified)} tensors, such as "
+                f"{unverified[0]}; set engine.sglang.on_unverified_weights = 'accept' to load "
+                "weights without verification"
             )
         self._is_proven = not unverified
         if unverified:

@@ -297,13 +297,10 @@ def _require_known_attention(module: PreTrainedModel, path: Path) -> None:
         {FULL, LINEAR} if module.config.get_text_config().model_type in LINEAR_MODELS else {FULL}
     )
     if other := attention_kinds(module) - supported_kinds:
-        rule = (
-            f"engine 'transformers' supports {FULL}, and {LINEAR} for models of type "
-            f"{' and '.join(LINEAR_MODELS)}"
-        )
         raise ConfigError(
-            f"the model in {path} has layers of type {min(other)}, but {rule}; choose "
-            "another engine"
+            f"the model in {path} has layers of type {min(other)}, but engine 'transformers' "
+            f"supports {FULL}, and {LINEAR} for models of type {' and '.join(LINEAR_MODELS)}; "
+            "choose another engine"
         )
 
 

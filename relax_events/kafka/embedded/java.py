@@ -116,11 +116,10 @@ def find_java() -> Java:
             f"the embedded broker needs Java {MINIMUM_MAJOR} or newer, but {seen}; {_REMEDY}"
         )
     if hanging:
-        rule = (
+        raise EnvironmentProblem(
             f"the embedded broker needs Java, and {hanging[0]} -version did not respond within "
-            f"{_TIMEOUT_SECONDS:g} s"
+            f"{_TIMEOUT_SECONDS:g} s; find out why it hangs, or {_REMEDY}"
         )
-        raise EnvironmentProblem(f"{rule}; find out why it hangs, or {_REMEDY}")
     raise EnvironmentProblem(
         "the embedded broker needs Java and none was found in JAVA_HOME, on PATH or as a "
         f"wheel; {_REMEDY}"

@@ -55,5 +55,7 @@ def require_free(port: int) -> None:
 
 def build_port_error(port: int) -> EnvironmentProblem:
     """Return the error for a port that another program holds."""
-    remedy = "end that program, or choose another port: relax broker start --port"
-    return EnvironmentProblem(f"port {port} on {HOST} is taken by another program; {remedy}")
+    return EnvironmentProblem(
+        f"port {port} on {HOST} is taken by another program; end that program, or choose another "
+        "port: relax broker start --port"
+    )

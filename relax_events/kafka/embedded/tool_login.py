@@ -21,11 +21,10 @@ def build_client_properties(broker: EmbeddedBroker, *, form: Literal["java", "li
     settings = {"bootstrap.servers": broker.bootstrap_servers}
     state, file = broker.state, broker.password_file
     if state is not None and state.credentials is not None:
-        rule = (
-            f"the broker in {broker.directory} accepts the principals of "
-            f"{state.credentials}, each with its own password there"
+        raise ConfigError(
+            f"the broker in {broker.directory} accepts the principals of {state.credentials}, "
+            "each with its own password there; see docs/how-to/secure-a-cluster.md"
         )
-        raise ConfigError(f"{rule}; see docs/how-to/secure-a-cluster.md")
     if file is not None:
         settings |= read_embedded_client_settings(file)
         if form == "java":

@@ -77,9 +77,9 @@ class SecurityFolder:
                 if principal in PRINCIPALS
                 else f"principals are {', '.join(PRINCIPALS)}"
             )
-            remedy = "create it with: relax broker secure CONFIG --out FOLDER"
             raise ConfigError(
-                f"broker.credentials = {str(self.path)!r}: no principal {name!r}; {kind}; {remedy}"
+                f"broker.credentials = {str(self.path)!r}: no principal {name!r}; {kind}; create "
+                "it with: relax broker secure CONFIG --out FOLDER"
             )
         return name
 

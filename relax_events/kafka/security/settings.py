@@ -129,9 +129,9 @@ def _read_password(config: BrokerConfig) -> str:
     else:
         password = os.environ.get(PASSWORD_VARIABLE, "")
     if not password:
-        remedy = (
-            f"name its file in broker.password_file, or set {PASSWORD_VARIABLE} in the environment"
+        raise ConfigError(
+            f"broker.username = {config.username!r} has no password; name its file in "
+            f"broker.password_file, or set {PASSWORD_VARIABLE} in the environment"
         )
-        raise ConfigError(f"broker.username = {config.username!r} has no password; {remedy}")
     hide(password)
     return password

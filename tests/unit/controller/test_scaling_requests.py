@@ -98,7 +98,7 @@ def test_servers_of_the_run_file_are_not_shared_with_added_workers() -> None:
     )
     with pytest.raises(
         RejectedError,
-        match="those of the run file have theirs; name servers of their own in engine_urls",
+        match="servers of the run file have theirs; name other servers in engine_urls",
     ):
         admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=2), now=0)
     assert (
