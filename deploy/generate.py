@@ -44,7 +44,7 @@ def build_variable_name(key: str) -> str:
 
 
 def build_settings() -> dict[str, str]:
-    """Return the broker's settings of the container stack, without those of the template, with a
+    """Return the broker's settings of the container stack, without the template's, with a
     login for every client.
     """
     stack = yaml.safe_load((COMPOSE / "docker-compose.yml").read_text())

@@ -1,6 +1,6 @@
 """The actor-forward role: recomputes every sample's log-probabilities with the trainer's model.
 
-Consumes rollout.samples, produces SampleEvaluated on actor.logprobs. The weights are those of the
+Consumes rollout.samples, produces SampleEvaluated on actor.logprobs. The weights are of the
 sample's policy version. The loss divides by these log-probabilities instead of the engine's, whose
 numerics may differ from the trainer's.
 """

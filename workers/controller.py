@@ -170,7 +170,7 @@ class ControllerLoop:
         """Write the run's description to the log, unless its newest one is the same.
 
         Raises:
-            ConfigError: The object store is not the one that the log describes.
+            ConfigError: The log describes another object store.
         """
         store, history = open_store(self._config), self._worker.control.follower.history
         descriptions = [event for event in history if isinstance(event, RunDescribed)]

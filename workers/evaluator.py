@@ -74,8 +74,8 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             num_versions=num_versions,
         )
         worker = stack.enter_context(opened)
-        asked = config.model_copy(update={"model": config.model.routing_freely})
-        engine = open_rollout_engine(asked, name=config.engine.name, metrics=worker.metrics)
+        engine_config = config.model_copy(update={"model": config.model.routing_freely})
+        engine = open_rollout_engine(engine_config, name=config.engine.name, metrics=worker.metrics)
         stack.callback(engine.close)
         judge = None
         if config.judged_datasets:

@@ -101,23 +101,23 @@ class JudgeScorer:
         if reward is None:
             self._done.append((key, ()))
             return
-        asked = PendingSample(key, sample, reward, time.monotonic())
+        pending_sample = PendingSample(key, sample, reward, time.monotonic())
         name = str(next(self._numbers))
         try:
-            self._engine.submit(self._request(name, asked))
+            self._engine.submit(self._request(name, pending_sample))
         except (PoisonSample, RewardError, MediaError) as error:
             self._done.append(
                 (
                     key,
                     (
                         self._record(
-                            asked, RewardError(f"the judge request can't be made: {error}")
+                            pending_sample, RewardError(f"the judge request can't be made: {error}")
                         ),
                     ),
                 )
             )
         else:
-            self._asked[name] = asked
+            self._asked[name] = pending_sample
 
     def poll(self, *, timeout_seconds: float) -> list[Done]:
         """Return the judged samples, waiting for the first."""

@@ -157,7 +157,7 @@ class MetricsLoop:
         return [*self._trackers, *self._tellers]
 
     def _close_feeds(self) -> None:
-        """Give trackers and services a few seconds to send the rest; abandon one that hangs."""
+        """Give trackers and services a few seconds to send the rest; abandon a hanging tracker."""
         deadline = time.monotonic() + CLOSE_SECONDS
         closing = [
             threading.Thread(

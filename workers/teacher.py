@@ -106,8 +106,10 @@ class TeacherScorer(LogprobScorer):
             indices[self._choose(sample)].append(index)
         scores: dict[int, SampleScores] = {}
         for section, chosen in indices.items():
-            asked = [samples[index] for index in chosen]
-            scores |= zip(chosen, self._score_samples(self._teachers[section], asked), strict=True)
+            chosen_samples = [samples[index] for index in chosen]
+            scores |= zip(
+                chosen, self._score_samples(self._teachers[section], chosen_samples), strict=True
+            )
         return [scores[index] for index in range(len(samples))]
 
     def _score_samples(

@@ -101,7 +101,7 @@ def lay_out_ranks(trainer: TrainerConfig, num_ranks: int) -> Topology:
 
     Args:
         trainer: The run file's section.
-        num_ranks: Those that were started: `WORLD_SIZE` of the launcher, 1 without one.
+        num_ranks: Number of started ranks: `WORLD_SIZE` of the launcher, 1 without a launcher.
     Raises:
         ConfigError: The run file names another number, by which the run was planned.
     """

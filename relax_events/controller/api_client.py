@@ -24,7 +24,7 @@ USAGE = (400, 401, 404, 422)
 @dataclass(frozen=True, slots=True)
 class ScaleClient:
     """A client of a run's API: its address, the token, and the authority that it trusts; None
-    takes those of this machine.
+    takes the authorities of this machine.
     """
 
     url: str

@@ -23,7 +23,7 @@ from relax_events.projections.scaling import is_running
 log = structlog.get_logger()
 KEY = "autoscaler/"
 OUT_USAGE_RATIO = 0.85
-"""Workers that hold more than this share of what they have room for are too few."""
+"""Workers that hold more than this share of their capacity are too few."""
 OUT_WAIT_RATIO = 0.5
 """A trainer that waits for samples for more than this share of a step has too few workers."""
 TRAINER_STALENESS_RATIO = 0.9
@@ -31,7 +31,7 @@ TRAINER_STALENESS_RATIO = 0.9
 bound, and it waits for less than `TRAINER_WAIT_RATIO` of the step."""
 TRAINER_WAIT_RATIO = 0.05
 IN_USAGE_RATIO = 0.3
-"""Workers that hold less than this share of what they have room for are too many, unless those that
+"""Workers that hold less than this share of their capacity are too many, unless the workers that
 stay would hold `IN_PROJECTED_USAGE_RATIO`."""
 IN_PROJECTED_USAGE_RATIO = 0.5
 IN_THROUGHPUT_VARIANCE = 0.1

@@ -20,8 +20,8 @@ log = structlog.get_logger()
 def num_versions_needed(config: RunConfig) -> int:
     """Return how many of the newest publications a purge needs.
 
-    It needs those of the retained versions, of the versions kept for dependent runs, of their
-    slots' next owners, and of the kept checkpoints.
+    It needs the publications of the retained versions, of the versions kept for dependent runs, of
+    their slots' next owners, and of the kept checkpoints.
     """
     if not config.run.retain_versions:
         return 0

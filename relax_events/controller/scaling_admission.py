@@ -291,12 +291,12 @@ def _workers_to_remove(
         if unknown := sorted(urls - {worker.url for worker in there}):
             raise RejectedError(
                 f"engine_urls: no worker that was added is attached to {unknown[0][:200]!a}; "
-                "those of the start stay"
+                "workers of the start stay"
             )
         return [worker for worker in reversed(there) if worker.url in urls]
     if command.target < pool.num_at_start:
         raise RejectedError(
-            f"the run starts with {pool.num_at_start} workers of {pool.model}, and those stay; "
+            f"the run starts with {pool.num_at_start} workers of {pool.model}, and they stay; "
             f"num_replicas must be >= {pool.num_at_start}, got {command.target}"
         )
     surplus = pool.num_at_start + len(there) - command.target

@@ -6,7 +6,7 @@
                             └──▶ REMOVING ─all its workers have exited─▶ FAILED | CANCELLED
     in    PENDING ─▶ DRAINING ─all have sent STOPPED─▶ REMOVING ─all have exited─▶ COMPLETED
 
-`relax run` reads the same log: it starts a request's workers from CREATING on, ends those that
+`relax run` reads the same log: it starts a request's workers from CREATING on, ends workers that
 leave, and reports each exit. Where an autoscaler outside starts and ends pods, it reads the desired
 numbers as a metric and reports nothing: exits are then derived from heartbeats.
 """

@@ -134,8 +134,8 @@ class GeneratedSample:
         routed_experts: The experts of each token of prompt and completion when it was first
             computed, if the engine was opened with `model.routing_replay`. The last token has
             none; an aborted sample may lack more. See `events.routed_experts`.
-        prompt_tokens: The tokens before `tokens`, if they are not those of the request: a program
-            that drives the policy writes its own prompt.
+        prompt_tokens: The tokens before `tokens`, if they are not the tokens of the request: a
+            program that drives the policy writes its own prompt.
         prompt_messages: The messages of `prompt_tokens`.
         path_lengths: For an episode that branched, the tokens of each path, which `prompt_tokens`
             and `tokens` hold one after another, the path of `turns` last; empty for a single path.
@@ -175,7 +175,7 @@ class EngineUsage:
     Attributes:
         num_decoding: Samples being decoded, or sent to a server.
         num_waiting: Samples that wait for a free row or for their server.
-        num_generated: Sampled tokens, including those of running samples.
+        num_generated: Sampled tokens, including the tokens of running samples.
         num_prefilled: Prefilled tokens: of prompts, and of samples that were continued.
         num_cached: Tokens whose prefill was saved by the cache of another sample of the prompt or
             of another request.
@@ -196,7 +196,7 @@ class Engine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Policy version of the loaded weights; 0 for those of the model's folder."""
+        """Policy version of the loaded weights; 0 for weights from the model's folder."""
         ...
 
     @property
@@ -206,7 +206,7 @@ class Engine(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled so far, including those of running samples: it distinguishes a slow engine
+        """Tokens sampled so far, running samples included: the number distinguishes a slow engine
         from a stuck one.
         """
         ...

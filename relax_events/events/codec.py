@@ -38,8 +38,8 @@ HEADER_BYTES = 10
 CONFLUENT_MAGIC = b"\x00"
 CONFLUENT_HEADER_BYTES = 5
 FREE_READS = 64 * 1024
-"""Parts of numbers, and texts, that a record of any size may have: those of a train step of 30,000
-samples."""
+"""Parts of numbers, and texts, that a record of any size may have: a train step of 30,000 samples
+has so many."""
 BYTES_PER_READ = 32
 """Of a larger record, for each further part; records of samples have some 600. A version segment,
 read in three parts, takes 190 bytes in memory."""
@@ -258,8 +258,8 @@ class EventCodec:
             )
 
     def _confirm(self, schema_id: int, fingerprint: bytes) -> bytes:
-        """Return what an id stands for by the registry; what is given where there is none, or it
-        does not answer.
+        """Return the fingerprint of an id's schema in the registry; the given fingerprint without a
+        registry, or when it does not answer.
         """
         try:
             schema_json = None if self._registry is None else self._registry.schema(schema_id)

@@ -265,7 +265,7 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
     if num_packed > MAX_BLOCK_BYTES:
         raise ValueError(
             f"it has {num_packed} bytes, and at most {MAX_BLOCK_BYTES} may be: one record of "
-            f"{MAX_RECORD_BYTES}, and what stands before it"
+            f"{MAX_RECORD_BYTES}, and the records before it"
         )
     data = file.read(num_packed)
     if codec == b"null":
@@ -277,7 +277,7 @@ def _read_block(file: IO[bytes], num_bytes: int, *, codec: bytes) -> tuple[int, 
     if len(unpacked) > MAX_BLOCK_BYTES:
         raise ValueError(
             f"its {num_packed} bytes unpack to more than {MAX_BLOCK_BYTES} bytes: one record of "
-            f"{MAX_RECORD_BYTES}, and what stands before it"
+            f"{MAX_RECORD_BYTES}, and the records before it"
         )
     if not unpacking.eof:
         raise ValueError(f"its {num_packed} bytes end before what is packed in them does")

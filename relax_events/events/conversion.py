@@ -54,8 +54,8 @@ def _each(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | Non
 def _find_converters(
     cls: type, make: Callable[[Any], Converter | None]
 ) -> list[tuple[str, Converter]]:
-    """Return the fields that need a converter; those of a value that may be missing are called for
-    values only.
+    """Return the fields that need a converter; a converter of a value that may be missing is called
+    for values only.
     """
     fields = typing.get_type_hints(cls)
     converters = ((field.name, make(fields[field.name])) for field in dataclasses.fields(cls))

@@ -207,7 +207,7 @@ def _are_all(values: list[Any], default: Any) -> bool:
 def split_samples(event: Event) -> Sequence[Event]:
     """Return the event of each sample of a record; any other event as it is.
 
-    Arrays are views on those of the record.
+    Arrays are views on the record's arrays.
 
     Raises:
         CorruptRecord: There are no samples or too many, the fields don't hold the same number of
@@ -278,7 +278,7 @@ def _read_numbers(event: SampleColumns, name: str) -> list[float]:
 
 
 def _split_tokens(layout: _Layout, event: SampleColumns) -> dict[str, list[Array]]:
-    """Return the part of each sample, by array along the tokens. Those of a lone sample are taken
+    """Return the part of each sample, by array along the tokens. Arrays of a lone sample are taken
     as they are: they may lie in the object store.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Loads the current event schemas from `schemas/**/*.avsc` and those of each release, and
+"""Loads the current event schemas from `schemas/**/*.avsc` and the schemas of each release, and
 identifies a schema by its CRC-64 fingerprint.
 
 The current schemas are the contract of the log. `schemas/released/<version>.json` holds every

@@ -43,8 +43,8 @@ def pack(array: Array) -> dict[str, Any]:
 
 
 def dense(array: Array, *, what: str) -> NDArray[np.generic]:
-    """Return an array whose values are wanted; one that is still in the object store is an error
-    of the caller.
+    """Return an array whose values are needed; an array that is still in the object store is an
+    error of the caller.
 
     Args:
         array: A field of an event.

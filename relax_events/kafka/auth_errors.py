@@ -1,4 +1,4 @@
-"""Distinguishes a broker that denies access from one that is down.
+"""Distinguishes a broker that denies access from a broker that is down.
 
 librdkafka reports authentication and TLS errors only in the background and lets the call time out.
 """

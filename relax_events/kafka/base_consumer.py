@@ -312,7 +312,7 @@ class BaseConsumer:
             partitions: The partitions.
             offset: `OFFSET_BEGINNING`, or `OFFSET_END`: what the isolation level lets be read.
         Returns:
-            The offsets; without those that no broker returned.
+            The offsets that a broker returned.
         """
         requests = [ClientPartition(*partition, offset) for partition in partitions]
         if not requests:

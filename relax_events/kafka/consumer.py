@@ -205,9 +205,10 @@ class SubscribedConsumer(BaseConsumer):
         finally:
             reader.close()
         if records:
-            where = f"{records[0].topic}[{records[0].partition}]@{records[0].offset}"
             raise ClientFailed(
-                f"this client does not fetch the record at {where}; restart the worker"
+                "this client does not fetch the record at "
+                f"{records[0].topic}[{records[0].partition}]@{records[0].offset}; restart the "
+                "worker"
             )
 
     def close(self) -> None:

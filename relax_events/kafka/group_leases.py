@@ -73,12 +73,12 @@ class ConsumerGroupLeases:
         if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
             self._poll_paused()
             return
-        taken = False
+        is_leased = False
         try:
             for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS):
-                taken = self._lease(record)
+                is_leased = self._lease(record)
         finally:
-            if not taken:
+            if not is_leased:
                 self._free.release()
         self._commit()
 

@@ -124,7 +124,7 @@ class LogReader(BaseConsumer):
             self.pause()
 
     def pause(self) -> None:
-        """Request no more records until `resume`, and forget those that are prefetched."""
+        """Request no more records until `resume`, and forget prefetched records."""
         self._is_paused = True
         self._consumer.pause(self._consumer.assignment())
 

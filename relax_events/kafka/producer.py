@@ -153,7 +153,7 @@ class RecordProducer:
     ) -> None:
         """Send records and wait until they are acknowledged.
 
-        With a bound on a batch's records, those of the next batches are made meanwhile.
+        With a bound on a batch's records, records of the next batches are made meanwhile.
 
         Args:
             records: The records.

@@ -48,7 +48,7 @@ class ShareGroupLeases:
 
     The broker counts each delivery of a record and silently drops the record after a limit. It
     notices the deaths of a killed worker's consumers one by one, and meanwhile delivers the
-    worker's records to those that still seem to poll: 28 consumers cost four records up to ten
+    worker's records to consumers that still seem to poll: 28 consumers cost four records up to ten
     deliveries each. With one polling consumer a death costs at most three. For the same reason,
     records released during a stop are returned only when no consumer polls any more. The queue has
     one partition, so that the polling consumer may receive any record.
@@ -277,7 +277,7 @@ class _ShareConsumerThread:
         """Wait for a settled record, and briefly for the others that are held; return the messages,
         and whether each is done.
         """
-        taken, deadline = list[tuple[Any, bool]](), None
+        entries, deadline = list[tuple[Any, bool]](), None
         with suppress(queue.Empty):
             while self._held:
                 number, accepted = self._settled.get(
@@ -286,9 +286,9 @@ class _ShareConsumerThread:
                 if (message := self._held.pop(number, None)) is None:
                     continue  # it was settled before
                 deadline = deadline or Deadline(SETTLE_SECONDS)
-                taken.append((message, accepted))
+                entries.append((message, accepted))
                 self._source.release_capacity(1)
-        return taken
+        return entries
 
     def _acknowledge(self, consumer: Any, settled: list[tuple[Any, bool]]) -> None:
         """Acknowledge records; after a failure the broker redelivers them, and other held records

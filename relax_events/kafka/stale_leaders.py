@@ -3,8 +3,8 @@ the addresses of a new client.
 
 A broker that is cut off from the others, but not from the clients, still says that it leads its
 partitions, and sends no more records. Seen with librdkafka 2.16: a client that reads from it only
-did not find the new leader within 70 s, because it asks the broker that it used last; one that also
-reads from others found it after half a minute.
+did not find the new leader within 70 s, because it asks the broker that it used last; a client that
+also reads from others found it after half a minute.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CHANGE_SECONDS = 1.0
 
 
 class LeaderMonitor:
-    """Compares the leaders that a client knows with those that the brokers name, now and then: a
-    client that receives records from one broker may wait for those of another.
+    """Compares the leaders that a client knows with the leaders that the brokers name, now and
+    then: a client that receives records from one broker may wait for records of another.
 
     Not thread-safe: it belongs to the thread that polls the client.
     """
@@ -132,6 +132,6 @@ def leave_out_outdated_brokers(connection: Connection, topics: Collection[str]) 
 def _ask_each(
     connection: Connection, topics: Collection[str]
 ) -> tuple[Collection[str], frozenset[str]]:
-    """Return the addresses of the brokers that respond, and those of the outdated among them."""
+    """Return the addresses of the brokers that respond, and of the outdated among them."""
     metadata = read_metadata_of_each(connection, topics)
     return list(metadata), find_outdated(metadata, select_newest_leaders(metadata.values()))

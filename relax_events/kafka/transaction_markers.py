@@ -52,8 +52,8 @@ class _Repair(NamedTuple):
 class TransactionMarkers:
     """The markers of one transactional id's transactions.
 
-    `partitions` are those that its transactions write; more are added with each commit. They may
-    also hold offsets of `consumer_group`.
+    `partitions` are the partitions that its transactions write; more are added with each commit.
+    They may also hold offsets of `consumer_group`.
     """
 
     def __init__(

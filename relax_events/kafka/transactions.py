@@ -81,7 +81,7 @@ class TransactionalWriter:
 
     def _take_over(self) -> Any:
         """Return a new client that has the transactional id. Each attempt has a client of its own:
-        one that asked a broker which is cut off from the others would ask it again.
+        a client that asked a broker which is cut off from the others would ask it again.
         """
         what = "taking over the transactional id"
         topics = [*self._markers.topics, COORDINATORS]

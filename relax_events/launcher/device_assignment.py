@@ -21,9 +21,9 @@ class DeviceAssignment:
     """The GPUs of a run's workers on this machine; without GPUs, or where `model.device` names one
     device, it changes nothing.
 
-    A worker that holds a model sees its own GPU alone; the ranks of the trainer all see those of
-    the trainer, each its own at `LOCAL_RANK`, and so do those of the critic. Other workers see all:
-    a reward function may want one.
+    A worker that holds a model sees its own GPU alone; the ranks of the trainer all see the
+    trainer's, each its own at `LOCAL_RANK`, and so do the ranks of the critic. Other workers see
+    all GPUs: a reward function may want one.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
@@ -33,8 +33,8 @@ class DeviceAssignment:
             config: The run.
             names: Of the GPUs, as in `CUDA_VISIBLE_DEVICES`.
         Raises:
-            ConfigError: The trainer has more ranks than there are GPUs, or `devices` names one that
-                is not there.
+            ConfigError: The trainer has more ranks than there are GPUs, or `devices` names a
+                GPU that is not there.
         """
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
         self._devices = config.devices

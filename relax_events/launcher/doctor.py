@@ -283,7 +283,7 @@ class PromptCheck:
 
     def check_data(self, config: RunConfig) -> str:
         """Check that the prompts can be opened, every row of a file included, and that the first
-        one can be read; those of evaluations as well.
+        one can be read; prompts of evaluations as well.
         """
         if (
             config.is_replay

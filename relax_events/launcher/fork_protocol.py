@@ -30,7 +30,7 @@ class SpawnRequest:
         environment: Its whole environment.
         imports: Modules that are imported before the fork; the first worker that needs them pays.
         socket_variable: The environment variable that names the descriptor of an inherited socket;
-            empty where there is none.
+            empty without a socket.
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""Starts a run's worker processes on this machine, restarts those that die, and ends them
+"""Starts a run's worker processes on this machine, restarts processes that die, and ends them
 together.
 """
 
@@ -195,13 +195,13 @@ class Supervisor:
 
     def _build_elastic(self, worker: ElasticWorker) -> ManagedProcess:
         """Return the managed process of an elastic worker; its metrics port is the first free one
-        after those of the initial workers.
+        after the ports of the initial workers.
         """
-        taken = {managed.metrics_port for managed in self._processes.values()} - {0}
+        ports = {managed.metrics_port for managed in self._processes.values()} - {0}
         port_index = next(
             port_index
             for port_index in count(self._num_ports)
-            if self._config.telemetry.worker_port(port_index) not in taken
+            if self._config.telemetry.worker_port(port_index) not in ports
         )
         overrides = (
             ["engine.name=sglang", f'engine.sglang.urls=["{worker.url}"]'] if worker.url else []
@@ -217,7 +217,7 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the running processes by worker id, including those of a trainer's
+        """Process ids of the running processes by worker id, including a trainer's
         ranks.
         """
         return {
@@ -238,7 +238,7 @@ class Supervisor:
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
     def poll(self, progress: Progress) -> list[str]:
-        """Check the processes once, and restart those that are due.
+        """Check the processes once, and restart the ones that are due.
 
         Args:
             progress: The run's progress by now.

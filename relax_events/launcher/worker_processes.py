@@ -172,7 +172,7 @@ class WorkerProcesses:
 
     @property
     def started_pids(self) -> set[int]:
-        """Process ids of all processes, also of those that have exited."""
+        """Process ids of all processes, exited ones included."""
         return {process.pid for process in self._processes.values()}
 
     def poll(self) -> int | None:
@@ -203,7 +203,7 @@ class WorkerProcesses:
 
     def exit(self) -> WorkerExit:
         """Return the worker's exit, once all processes have exited. A rank that only lost a peer is
-        not the cause, nor is one that was killed for it.
+        not the cause, nor is a rank that was killed for it.
         """
         if self._ending is None:
             self._ending = min(

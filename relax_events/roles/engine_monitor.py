@@ -35,7 +35,7 @@ class EngineMonitor:
         Args:
             worker: The worker that reports the metrics.
             engine: The measured engine.
-            config: The engine's settings; by default those of the policy's engine.
+            config: The engine's settings; by default the policy engine's.
         """
         self._engine, self._metrics = engine, worker.metrics.engine
         self._capacity = (config or worker.config.engine).max_running_samples

@@ -31,7 +31,7 @@ class OffloadingEngine(Protocol):
     """An engine that can free its weights while it sleeps, also on the CPU."""
 
     def offload_to(self, folder: Path) -> None:
-        """Free the weights in every sleep from now on; those of the CPU go to a file there."""
+        """Free the weights in every sleep from now on; weights on the CPU go to a file there."""
         ...
 
 

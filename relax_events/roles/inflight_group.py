@@ -292,7 +292,7 @@ def select_routed_experts(
         return None
     experts = sample.routed_experts
     if experts is None or len(experts) != num_tokens - 1:
-        got = "none" if experts is None else f"those of {len(experts)}"
+        got = "none" if experts is None else f"the experts of {len(experts)}"
         raise ConfigError(
             f"model.routing_replay = 'rollout' needs the routed experts of {num_tokens - 1} "
             f"tokens of sample {sample.sample_id}; engine.name = {config.engine.name!r} gave "

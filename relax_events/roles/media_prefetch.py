@@ -25,7 +25,7 @@ class MediaPrefetcher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="media")
 
     def prefetch(self, references: Sequence[MediaRef]) -> Future[None] | None:
-        """Start to fetch media; None where there are none. The result raises as
+        """Start to fetch media; None without references. The result raises as
         `MediaLibrary.processed`.
         """
         if not references:

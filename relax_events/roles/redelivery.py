@@ -4,7 +4,7 @@ worker still has them.
 The broker counts deliveries without their cause. The prompt group may have crashed the workers that
 leased it, and may crash the next one. Or a worker still generates it, and its lease expired or was
 lost in a broker outage. Heartbeats distinguish the two cases: each rollout worker lists its prompt
-groups in flight and those that it wrote last.
+groups in flight and the groups that it wrote last.
 
     lease at the delivery limit --> hold --> a heartbeat lists it as written   --> acknowledge
                                      |  ^--- a heartbeat lists it as in flight --- keep holding
@@ -80,7 +80,7 @@ class RedeliveryGuard:
 
     def find_unclaimed(self) -> list[Lease]:
         """Read new heartbeats; acknowledge prompt groups that other workers wrote, and return the
-        leases of those that no worker has.
+        leases of the groups that no worker has.
 
         Raises:
             AccessDenied: The role may not read heartbeats.

@@ -38,7 +38,7 @@ class SampleWriter:
         """Prompt groups whose records may wait in the producer for others of their batch."""
         self.sent: dict[str, InflightGroup] = {}
         """Prompt groups whose samples are not all acknowledged, by their ids; a lease that is
-        delivered again joins those of its prompt group."""
+        delivered again joins its prompt group's leases."""
         self.written: deque[str] = deque(maxlen=MAX_REMEMBERED_GROUPS)
         """Ids of the prompt groups settled last, newest at the end: the broker delivers one again
         if it missed the settlement."""

@@ -92,7 +92,7 @@ class ScorerTurns:
         if not isinstance(scorer, OffloadingScorer):
             raise ConfigError(
                 "devices.time_share with workers.hybrid needs scorers that leave the device, and "
-                "those of trainer.backend do not; set workers.hybrid = false"
+                "the scorers of trainer.backend do not; set workers.hybrid = false"
             )
         scorer.offload_to(self._folder)
         with self._lock:

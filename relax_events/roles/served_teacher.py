@@ -130,12 +130,12 @@ class ServedTeacher:
     async def _ask(
         self, client: Any, share: Share, samples: Sequence[TokenSequence], *, num_top: int
     ) -> list[SampleScores]:
-        asked = [samples[index] for index in share.indices]
+        sent_samples = [samples[index] for index in share.indices]
         what = f"POST {share.url}/generate"
         try:
             response = await client.post(
                 f"{share.url.rstrip('/')}/generate",
-                content=orjson.dumps(build_body(asked, num_top=num_top)),
+                content=orjson.dumps(build_body(sent_samples, num_top=num_top)),
                 headers={"Content-Type": "application/json"},
             )
         except self._http.RequestError as error:
@@ -145,15 +145,15 @@ class ServedTeacher:
         if response.is_error:
             text = response.text[:ERROR_CHARACTERS]
             raise PoisonSample(
-                f"sample {asked[0].sample_id} or one sent with it: the teacher's server refuses "
-                f"it: {what}: status {response.status_code}: {text}"
+                f"sample {sent_samples[0].sample_id} or one sent with it: the teacher's server "
+                f"refuses it: {what}: status {response.status_code}: {text}"
             )
         answers: list[dict[str, Any]] = orjson.loads(response.content)
-        if len(answers) != len(asked):
-            raise ServerLost(f"{what}: {len(answers)} answers to {len(asked)} samples")
+        if len(answers) != len(sent_samples):
+            raise ServerLost(f"{what}: {len(answers)} answers to {len(sent_samples)} samples")
         return [
             read_scores(sample, answer["meta_info"], num_top=num_top)
-            for sample, answer in zip(asked, answers, strict=True)
+            for sample, answer in zip(sent_samples, answers, strict=True)
         ]
 
 
@@ -174,8 +174,8 @@ def share_samples(
 
 def build_body(samples: Sequence[TokenSequence], *, num_top: int) -> dict[str, Any]:
     """Build a request that generates nothing, and returns the log-probabilities of the tokens from
-    the one before the first loss token on. A server gives those of the distribution at
-    temperature 1, whatever it is asked.
+    the one before the first loss token on. A server gives them at temperature 1,
+    whatever temperature the request names.
 
     Raises:
         PoisonSample: A sample has another temperature; the text names it.

@@ -47,7 +47,7 @@ class VersionedWeights:
             worker: Of the role.
             scorer: Where the weights go.
             transport: Where they come from.
-            num_kept: Newest versions that may be wanted; by default those that have a slot.
+            num_kept: Newest versions that may be needed; by default the versions that have a slot.
             clock: Monotonic seconds.
         """
         self._num_kept = worker.plan.num_slots if num_kept is None else num_kept
@@ -89,7 +89,7 @@ class VersionedWeights:
         return policy_version
 
     def _make_room(self) -> None:
-        """Drop versions before the next one is read: all but the newest ones, and those that the
+        """Drop versions before the next one is read: all but the newest ones, and versions that the
         trainer sent, whose memory may be received into again.
         """
         for version, weights in list(self._cached.items()):

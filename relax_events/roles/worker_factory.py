@@ -95,7 +95,7 @@ def open_worker(
         config: The run.
         index: Which of the role's workers.
         store: The run's object store, if it is open already.
-        follow: Control topics to follow besides those that every worker follows.
+        follow: Control topics to follow, besides the topics of every worker.
         num_versions: Minimum number of newest versions to read.
         control_wait: The `wait` of its `ControlFollower`; by the number of workers if None.
     Raises:

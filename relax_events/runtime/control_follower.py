@@ -80,7 +80,7 @@ class ControlFollower:
     since the oldest of these; `PolicyVersionPublished` summarizes the earlier ones. So the start
     does not grow with the run. Listeners are called in each topic's log order: first in the
     starting thread, then in the follower's thread. Each topic has one partition, so all workers see
-    the same order. Versions are monotonic: an older one that appears again is ignored.
+    the same order. Versions are monotonic: an older version that appears again is ignored.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class ControlFollower:
             connection: How to reach the broker.
             plan: The run's topics.
             codec: Receives the schemas of other writers.
-            also: Control topics to follow besides those that every worker follows; those of roles
-                that the run lacks are left out.
+            also: Control topics to follow, besides the topics of every worker; topics of
+                roles that the run lacks are left out.
             reads_broadcast: Whether to follow the list of engines too, from its beginning: it is
                 compacted, and only roles with engines may read it.
-            num_versions: Minimum number of newest versions to read; at least those of the window.
+            num_versions: Minimum number of newest versions to read; at least the window's.
             wait: How long the broker holds a fetch. A follower's first records may come so much
                 later, since a topic found late waits for the first fetch.
         """
@@ -264,7 +264,7 @@ class ControlFollower:
             )
             for topic_partition, start in self._starts.items()
         }
-        # the one that followed would first wait for the broker to answer its last fetch
+        # the reader that followed would first wait for the broker to answer its last fetch
         follower, self._reader = self._reader, LogReader(self._own)
         follower.close()
         for record in self._reader.stream(spans):

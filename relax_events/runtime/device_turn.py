@@ -5,8 +5,8 @@ next process when its holder dies, at whatever instruction, so nothing has to be
 repaired.
 
 A process that wants the device alone locks a second file first, and keeps the lock until its turn
-ends. Others pass this lock before they take the first, so they can't overtake one that waits, and
-those whose turn it is can see that they are to leave.
+ends. Others pass this lock before they take the first, so they can't overtake a process that
+waits, and the processes whose turn it is can see that they are to leave.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class Drain:
     `seconds`.
 
     The first SIGTERM or SIGINT starts the drain; a second one ends the process at once. This loses
-    no records either: those that were not committed are delivered again.
+    no records either: uncommitted records are delivered again.
     """
 
     def __init__(self, *, seconds: float) -> None:

@@ -109,7 +109,7 @@ class Failpoints:
     folder: Path = Path()
 
     def arm(self, text: str, *, folder: Path) -> None:
-        """Replace the armed points by those of the text.
+        """Replace the armed points by the points of the text.
 
         Args:
             text: `name[:n]=action,...`; empty disarms.

@@ -61,7 +61,7 @@ def host_workers(starts: Mapping[str, Start], config: RunConfig, *, index: int) 
     Args:
         starts: What runs each role.
         config: The run. Where it names a port for metrics, the second worker takes the next one.
-        index: Of each worker among those of its role.
+        index: Of each worker among the workers of its role.
     Raises:
         BaseException: The first error of a worker. The process must end with it: other workers
             still run.

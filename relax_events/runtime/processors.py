@@ -38,7 +38,7 @@ class Processor(Protocol):
 
         Raises:
             PoisonSample: One of the samples can't be processed; the processor is then called for
-                those of each record alone.
+                the samples of each record alone.
         """
 
 
@@ -200,7 +200,7 @@ class SampleLoop:
     def _process_part(self) -> None:
         """Take a part, process it, commit it."""
         started, heartbeat = time.monotonic(), self._worker.heartbeat
-        taken, num_samples, ready = self._take_part(started)
+        records, num_samples, ready = self._take_part(started)
         heartbeat.set_in_flight(len(ready))
         if ready:
             with self._worker.records.traces.trace_groups(
@@ -210,7 +210,7 @@ class SampleLoop:
             ):
                 for output in self._outputs(ready):
                     self._worker.records.producer.send(output)
-        self._input.flush_and_commit(self._gatherer.done_offsets(taken))
+        self._input.flush_and_commit(self._gatherer.done_offsets(records))
         heartbeat.set_in_flight(0)
         self._worker.lifecycle.record_processed(num_samples, started)
         self._resize_parts(num_samples, time.monotonic() - started)
@@ -225,7 +225,7 @@ class SampleLoop:
         samples, and the samples that can be processed now. A record without usable samples counts
         as one.
         """
-        taken: list[Record] = []
+        records: list[Record] = []
         ready: list[DecodedSample] = []
         num_samples = num_tokens = 0
         while (
@@ -234,7 +234,7 @@ class SampleLoop:
             and (self._max_tokens is None or num_tokens < self._max_tokens)
         ):
             record = self._input.fetched.popleft()
-            taken.append(record)
+            records.append(record)
             samples: list[SampleRolledOut] = []
             if self._worker.control.is_expired(record.policy_version):
                 self._worker.metrics.count_expired(1)
@@ -250,11 +250,11 @@ class SampleLoop:
             self._worker.lifecycle.record_progress()  # large arrays are fetched here
             if time.monotonic() - started > TAKE_SECONDS:
                 break
-        return taken, num_samples, ready
+        return records, num_samples, ready
 
     def _outputs(self, samples: Sequence[DecodedSample]) -> Sequence[ProducerRecord]:
-        """Process samples together; if one is poison, process those of each record alone, and write
-        its record to the dead letters.
+        """Process samples together; if one is poison, process the samples of each record alone, and
+        write its record to the dead letters.
         """
         try:
             return self._processor([sample for _, sample in samples]) if samples else ()

@@ -411,7 +411,8 @@ def _check_values(
     samples: Sequence[SampleRolledOut | SampleReady], fields: tuple[str, ...]
 ) -> None:
     """Check that no token id is negative, and that all numbers are finite: each array of the
-    samples together with those of the others, since a call for each takes most of the time.
+    samples together with the same array of the others, since a call for each takes most of the
+    time.
     """
     tokens = [sample.tokens for sample in samples]
     if _joined(tokens).min(initial=0) < 0:

@@ -147,7 +147,7 @@ class TopicPlan:
 
     def topic(self, entity: str) -> str:
         """Return the full name of a topic, for example of `rollout.samples`; a replay's sample
-        topics are those of its parent.
+        topics are its parent's.
         """
         is_sample_topic = (
             entity in QUEUE_TOPICS or entity in SAMPLE_TOPICS or entity.startswith("reward.scores.")

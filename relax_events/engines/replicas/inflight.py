@@ -96,7 +96,7 @@ class InflightSamples:
     def finish(
         self, samples: Iterable[GeneratedSample], replica: Replica
     ) -> Iterator[GeneratedSample]:
-        """Remove the samples that a replica finished; yield those that were assigned to it."""
+        """Remove the samples that a replica finished; yield the ones assigned to it."""
         for sample in samples:
             entry = self._all.get(sample.sample_id)
             if entry is not None and entry.replica is replica:

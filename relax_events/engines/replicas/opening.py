@@ -46,7 +46,7 @@ class OpeningGate:
         self._set_used(False)
 
     def hold(self) -> None:
-        """Let no engine be opened; one that is being opened has to free its memory then."""
+        """Let no engine be opened; an engine that is being opened then has to free its memory."""
         self._set_held(True)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Choose the replica of a prompt group: the one that had it before, else by hash and load."""
+"""Choose the replica of a prompt group: the replica that had it before, else by hash and load."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PromptGroupPlacement:
     def candidates(
         self, group_id: str, serving: Iterable[Replica], *, num_new: int
     ) -> list[Replica]:
-        """Order the replicas that may take samples of a prompt group: the one that had some, those
-        with room in the group's order, then the least busy.
+        """Order the replicas that may take samples of a prompt group: the replica that had
+        some, replicas with room in the group's order, then the least busy.
 
         A replica that has failed, and not finished a sample since, takes one prompt group only.
 

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 
 
 class WeightsOverwritten(WeightsError):
-    """The tensors of a version were overwritten in memory by those of the next one."""
+    """The tensors of a version were overwritten in memory by the next version."""
 
 
 class ReplicaState(Enum):
@@ -310,7 +310,7 @@ class Replica:
             call.outcome.set_result(outcome)
 
     def _reject_calls(self) -> None:
-        """Stop accepting calls, and reject those that are queued."""
+        """Stop accepting calls, and reject the queued ones."""
         with self._lock:
             if self._engine is not None:
                 self._past_usage = replace(
@@ -324,8 +324,8 @@ class Replica:
                     call.outcome.set_exception(error)
 
     def _salvage(self, engine: Engine) -> list[GeneratedSample]:
-        """Return the unfinished samples of a lost engine with their tokens, and report those that
-        had finished.
+        """Return the unfinished samples of a lost engine with their tokens, and report the
+        finished ones.
         """
         samples: list[GeneratedSample] = []
         with suppress(EngineFailed):

@@ -222,7 +222,7 @@ class Router:
 
     def sleep(self) -> None:
         """Let all engines release their memory; running samples wait. Engines that `frees_memory`
-        have freed it afterwards, also one that was being opened, and a lost one is not reopened.
+        have freed it afterwards, an engine that was being opened too; a lost one is not reopened.
         """
         self._handle_events()
         self._is_asleep = True

@@ -63,7 +63,7 @@ class SGLangClient:
             model: The served model.
             weights_seconds: Deadline of a call that loads or hashes all weights.
             token: That the server requires; empty sends none.
-            ca_file: The authority that is trusted; None takes those of the machine.
+            ca_file: The authority that is trusted; None takes the machine's authorities.
         Raises:
             EnvironmentProblem: The HTTP client is not installed.
         """
@@ -125,8 +125,8 @@ class SGLangClient:
         return bool(response.status_code == 200)
 
     async def require_supported(self, *, takes_media: bool) -> None:
-        """Reject a server of another version or output format, or one that accepts no media for a
-        model that reads them.
+        """Reject a server of another version or output format, or a server that accepts no media
+        for a model that reads them.
 
         Raises:
             ConfigError: The text names the problem and the remedy.

@@ -133,7 +133,7 @@ class Generation:
 
     async def remove(self, sample_ids: Iterable[str] | None) -> list[SampleState]:
         """Remove the named samples, or all of them without ids, and return them with their tokens;
-        those that finish meanwhile become results.
+        samples that finish meanwhile become results.
         """
         removed_ids = {
             name
@@ -196,7 +196,7 @@ class Generation:
         task.
 
         Args:
-            samples: The samples; those that continue in another task are removed from the list.
+            samples: The samples; samples that continue in another task are removed from the list.
             num_empty: Consecutive requests for them that ended without a token.
         """
         while True:

@@ -1,8 +1,8 @@
 """Lifecycle of a server: it starts, loads weights, and is lost or closed.
 
 No sample is generated on unverified weights. At the start the server holds the model's folder, and
-its checksums show how it concatenates tensors; after each load they must equal those of the
-version.
+its checksums show how it concatenates tensors; after each load they must equal the
+version's.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 MEMORY_SAVER = "--enable-memory-saver"
 """SGLang's argument without which a server on a GPU frees nothing."""
 WEIGHTS_BACKUP = "--enable-weights-cpu-backup"
-"""SGLang's argument to keep weights in the host's memory while those of the GPU are released."""
+"""SGLang's argument to keep weights in the host's memory while the GPU's are released."""
 
 
 def with_memory_saver(config: EngineConfig) -> EngineConfig:
@@ -51,7 +51,7 @@ class ServerMemory:
 
         Args:
             client: Of the server.
-            keeps_weights: Whether the weights that come back are those that were released.
+            keeps_weights: Whether the released weights come back unchanged.
         """
         self._client, self.keeps_weights = client, keeps_weights
         self.is_released = False

@@ -5,7 +5,7 @@ lost, the engine fails.
     loop's thread     requests, tokens, lifecycle           <-------------------+--> HTTP --> server
 
 The server samples tokens itself: a sample that is generated again differs, and `SampleRequest.seed`
-has no effect. Its log-probabilities are those of the protocol: of the tempered distribution before
+has no effect. Its log-probabilities are as the protocol says: of the tempered distribution before
 top-k and top-p.
 """
 

@@ -84,7 +84,7 @@ class Layer:
 
     @classmethod
     def of(cls, layer: Any) -> Layer:
-        """Return those of a module."""
+        """Return the parts of a module's layer."""
         attention, mlp = layer.self_attn, layer.mlp
         has_norms = hasattr(attention, "q_norm")
         return cls(
@@ -111,7 +111,7 @@ class Layer:
     def queries_and_keys(
         self, hidden: Float[Tensor, "rows length hidden"]
     ) -> Float[Tensor, "rows length heads width"]:
-        """Return the heads of the queries, and after them those of the keys, before rotation."""
+        """Return the heads of the queries, then the heads of the keys, before rotation."""
         queries, keys, width = self.query(hidden), self.key(hidden), self.attention.head_dim
         together = torch.cat((queries, keys), -1).view(*hidden.shape[:2], -1, width)
         if self.query_norm is None or self.key_norm is None:

@@ -10,8 +10,8 @@ Samples wait in a queue and enter a table of running rows as rows become free:
 
 A sample's tokens follow from its seed and the model's probabilities, whatever runs alongside and
 whenever it starts: each token is sampled with the sample's own seed, and its prompt is padded by
-its own length alone. Its log-probabilities are those of the model within rounding. A continued
-sample keeps its recorded tokens and log-probabilities; only those of its next tokens are computed.
+its own length alone. Its log-probabilities equal the model's within rounding. A continued
+sample keeps its recorded tokens and log-probabilities; only its next tokens are computed.
 
 The same requests in the same order at the same steps give the same bits on the same machine.
 Another order of arrival may not: other rows in the batch can change a sample's rounding, and a
@@ -269,10 +269,10 @@ class TransformersEngine:
     def _take_prefills(self) -> Iterator[list[PrefixGroup]]:
         """Take waiting samples while there is room, oldest first, and yield them by prefill."""
         room = self._config.max_running_samples - self._table.num_rows
-        taken = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        samples = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
         # Unpadded prompts prefilled together would round differently than each alone.
         together = self._rule.prefills_together and self._prompt_block > 1
-        return group_prefills(taken, prompt_block=self._prompt_block, together=together)
+        return group_prefills(samples, prompt_block=self._prompt_block, together=together)
 
     def _prefill(self, groups: list[PrefixGroup]) -> None:
         """Compute the cache of sequences of equal padded length, and sample the next token of every

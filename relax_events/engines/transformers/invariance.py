@@ -8,9 +8,9 @@ the row index matters. Other devices may behave like either.
 
 A few probes are not a proof: a kernel may round differently for batch sizes, lengths or indices
 that were not probed. A sample that is prefilled again (after an abort, in another engine, under new
-weights) is computed by other kernels than those that sampled it; the measurement ignores this. So
-only the cost of a step depends on the result: how many rows a step is padded to, and whether
-prompts are prefilled together. No guarantee and no decision about data depends on it. Only
+weights) is computed by other kernels than the first time; the measurement ignores this. So only the
+cost of a step depends on the result: how many rows a step is padded to, and whether prompts are
+prefilled together. No guarantee and no decision about data depends on it. Only
 `max_running_samples = 1` makes bits reproducible.
 """
 
@@ -94,8 +94,8 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
 
 
 def _counts_below(max_rows: int, block: int) -> list[int]:
-    """Return the numbers of rows to probe, largest first: halves, and one that is not a power of
-    two.
+    """Return the numbers of rows to probe, largest first: halves, and a number that is not a power
+    of two.
     """
     halves = (max_rows >> shift for shift in range(1, max_rows.bit_length()))
     return sorted(

@@ -193,7 +193,8 @@ def build_broker_command(
         jars: The class path, in order.
         properties: The broker's `server.properties`; crash reports and native libraries go to its
             folder.
-        archive: The class archive to start from; the runtime ignores one that does not match.
+        archive: The class archive to start from; the runtime ignores an archive that does not
+            match.
         archive_at_exit: Where a clean exit writes a new archive; no archive is read then.
         heap_mib: The maximal heap in MiB.
     """

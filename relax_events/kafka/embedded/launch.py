@@ -131,8 +131,8 @@ def _secure(
     data = directory / "data"
     folder = choose_credentials(credentials, last.credentials if last else None, data=data)
     if folder is not None:
-        taken = frozenset({state.port, state.controller_port})
-        security = NodeSecurity.from_folder(folder, internal_port=choose_port(taken=taken))
+        ports = frozenset({state.port, state.controller_port})
+        security = NodeSecurity.from_folder(folder, internal_port=choose_port(taken=ports))
         return _SecuredNode(
             replace(
                 state, internal_port=security.internal_port, credentials=str(security.folder.path)

@@ -160,7 +160,7 @@ def ensure_formatted(
     node_id: int = NODE_ID,
     cluster_id: str = "",
 ) -> None:
-    """Make `data` a formatted log folder that knows these users; one that is formatted already
+    """Make `data` a formatted log folder that knows these users; a formatted folder
     keeps its identity and records.
 
     `meta.properties` is what marks a folder as formatted, so it is written last and renamed into

@@ -74,8 +74,8 @@ def read_metadata_of_each(
     connection: Connection, topics: Collection[str]
 ) -> dict[str, BrokerMetadata]:
     """Return the metadata of each configured broker that responds, by its address. If one address
-    is configured, which may stand for several brokers, ask those that it lists. A broker that can't
-    be asked, for example because it wants another kind of login, is left out.
+    is configured, which may stand for several brokers, ask the brokers that it lists. A broker that
+    can't be asked, for example because it wants another kind of login, is left out.
     """
     metadata = _read_from(connection, connection.addresses, topics)
     if len(connection.addresses) == 1 and metadata:

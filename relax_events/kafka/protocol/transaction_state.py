@@ -76,7 +76,7 @@ def read_transaction_state(
 
 def find_furthest(states: Collection[TransactionState]) -> TransactionState | None:
     """Return the state of the true coordinator, among what several brokers say of a transactional
-    id: one that is isolated from the others answers as the coordinator that it was, and never
+    id: a broker that is isolated from the others answers as the coordinator that it was, and never
     completes anything.
 
     Raises:

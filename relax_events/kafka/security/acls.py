@@ -26,7 +26,7 @@ WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands"
 
 @dataclass(frozen=True, slots=True)
 class RolePermissions:
-    """A role's permissions beyond those of every worker: read control topics, and write heartbeats,
+    """A role's permissions beyond every worker's: read control topics, and write heartbeats,
     metrics and dead letters. Schemas are published by the operator, before workers start.
     """
 

@@ -1,6 +1,4 @@
-"""Applies principals and ACLs to a cluster: creates missing ones and deletes surplus ones of a
-run.
-"""
+"""Applies a run's principals and ACLs to a cluster: creates missing and deletes surplus ones."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class ProposedReward:
 
 
 def value_at(row: Row, key: str) -> Any:
-    """Return a column; dots lead into objects. None where there is none."""
+    """Return a column, or None if the row lacks it; dots lead into objects."""
     value: Any = row
     for name in [key] if key in row else key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

@@ -159,8 +159,8 @@ def test_repeated_call_with_the_same_key_creates_no_second_request() -> None:
             {"urls": (B,), "kind": Kind.IN},
             RejectedError,
             (
-                "no worker that was added is attached to 'http://127.0.0.1:30001'; those of the "
-                "start stay"
+                "no worker that was added is attached to 'http://127.0.0.1:30001'; workers of "
+                "the start stay"
             ),
         ),
     ],
@@ -183,7 +183,7 @@ def test_initial_workers_cannot_be_scaled_in() -> None:
     with pytest.raises(
         RejectedError,
         match=(
-            "the run starts with 2 workers of default, and those stay; num_replicas must be >= "
+            "the run starts with 2 workers of default, and they stay; num_replicas must be >= "
             "2, got 1"
         ),
     ):

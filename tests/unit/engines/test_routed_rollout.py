@@ -151,7 +151,7 @@ def test_experts_are_recorded_only_when_routing_replay_is_enabled(make_run_confi
 
 
 @pytest.mark.parametrize(
-    ("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "those of 3")]
+    ("experts", "got"), [(None, "none"), (np.zeros((3, 2, 2), np.uint8), "the experts of 3")]
 )
 def test_engine_that_does_not_report_experts_is_rejected_with_a_remedy(
     experts: np.ndarray | None, got: str, make_run_config: Any

@@ -27,7 +27,9 @@ OMNI_CLASS = "Qwen3OmniMoeForConditionalGeneration"
 
 
 def wrap_thinker_config(config: Any, *_: Any, **__: Any) -> Any:
-    """Wrap the settings of a thinker in those of a complete model that uses only the thinker."""
+    """Wrap the settings of a thinker in the settings of a complete model that uses only the
+    thinker.
+    """
     if not isinstance(config, Qwen3OmniMoeThinkerConfig):
         return config
     return Qwen3OmniMoeConfig(
