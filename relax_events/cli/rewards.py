@@ -319,7 +319,7 @@ def _find_section(
     named = load_run_config(broker.config) if broker.config is not None else None
     return require_trusted_reward(
         settings,
-        own=read_own_run_files(broker.directory, run, named=named),
+        run_files=read_own_run_files(broker.directory, run, named=named),
         accept=partial(accept_source, trusts=trusts),
     )
 

@@ -156,7 +156,7 @@ def audit(
 
     from relax_events.cli.output import print_rows
     from relax_events.history.run_log import RunLog
-    from relax_events.history.runs.changes import read_changes
+    from relax_events.history.runs.details import read_changes
 
     with broker.open_run(run, name="audit") as settings, RunLog(settings, name="audit") as log:
         changes = [asdict(one) for one in read_changes(log)]

@@ -54,8 +54,8 @@ def require_token(config: RunConfig, authorization: str) -> str:
         ConfigError: The run serves no API on this machine, so there is no token.
     """
     token = ApiEndpointFile.from_config(config).read_token()
-    given = authorization.removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
+    presented = authorization.removeprefix("Bearer ")
+    if not hmac.compare_digest(presented.encode("utf-8", "replace"), token.encode()):
         endpoint = ApiEndpointFile.from_config(config)
         raise AccessDenied(f"the token is missing or wrong; it is in {endpoint.token_file}")
     return token

@@ -45,20 +45,20 @@ def list_alarms(reader: RunReader, dead_letters: Sequence[dict[str, Any]]) -> li
         dead_letters: Of the run.
     """
     groups = reader.remember("groups", lambda: group_curves(reader.table))
-    unresolved = [found for found in dead_letters if not found["resolution"]]
+    unresolved = [letter for letter in dead_letters if not letter["resolution"]]
     with reader.lock:
-        found = find_alarms(
+        alarms = find_alarms(
             reader.fold,
             now=reader.status.known_now(now_micros()),
             truncated=recent_share(groups["truncated"]),
             signalless=recent_share(groups["signalless"]),
             num_dead_letters=len(unresolved),
-            oldest_dead_letter_at=min((found["written_at"] for found in unresolved), default=0)
+            oldest_dead_letter_at=min((letter["written_at"] for letter in unresolved), default=0)
             * 1000,
         )
-    for alarm in found:
+    for alarm in alarms:
         alarm["since"] //= 1000
-    return found
+    return alarms
 
 
 def find_alarms(
@@ -80,10 +80,10 @@ def find_alarms(
         num_dead_letters: Open dead letters.
         oldest_dead_letter_at: When the oldest of them was written.
     """
-    found = [*_of_the_run(fold), *_of_learning(fold, truncated, signalless)]
+    alarms = [*_of_the_run(fold), *_of_learning(fold, truncated, signalless)]
     if num_dead_letters:
         values = {"count": num_dead_letters}
-        found.append(
+        alarms.append(
             Alarm(
                 "dead_letters",
                 "warning",
@@ -93,9 +93,9 @@ def find_alarms(
             )
         )
     if fold.ended is None:
-        found += [*_of_workers(fold, now), *_of_progress(fold, now)]
-    found.sort(key=lambda alarm: (alarm.severity != "critical", alarm.since))
-    return [asdict(alarm) for alarm in found]
+        alarms += [*_of_workers(fold, now), *_of_progress(fold, now)]
+    alarms.sort(key=lambda alarm: (alarm.severity != "critical", alarm.since))
+    return [asdict(alarm) for alarm in alarms]
 
 
 def _of_the_run(fold: RunFold) -> Iterator[Alarm]:

@@ -252,11 +252,11 @@ async def _news(request: Request, run: OpenRun) -> AsyncIterator[bytes]:
 
 def _described(run: OpenRun) -> dict[str, Any]:
     described = run.reader.fold.description
-    found: dict[str, Any] = orjson.loads(described.config) if described else {}
-    return found
+    settings: dict[str, Any] = orjson.loads(described.config) if described else {}
+    return settings
 
 
-def parse_query(given: dict[str, str]) -> SampleQuery:
+def parse_query(values: dict[str, str]) -> SampleQuery:
     """Parse the query of the sample list: `reward=0.5..`, `outcome=trained`, `sort=-reward`.
 
     Raises:
@@ -265,25 +265,25 @@ def parse_query(given: dict[str, str]) -> SampleQuery:
     bounds = {
         name: span
         for name in BOUNDS
-        if (span := parse_bounds(given.get(name, ""), flag=name)) != UNBOUNDED
+        if (span := parse_bounds(values.get(name, ""), flag=name)) != UNBOUNDED
     }
-    sort = given.get("sort", "-time")
+    sort = values.get("sort", "-time")
     return SampleQuery(
         bounds=bounds,
-        outcome=given.get("outcome", ""),
-        finish=given.get("finish", ""),
-        source=given.get("source", ""),
-        worker=given.get("worker", ""),
-        group=given.get("group", ""),
+        outcome=values.get("outcome", ""),
+        finish=values.get("finish", ""),
+        source=values.get("source", ""),
+        worker=values.get("worker", ""),
+        group=values.get("group", ""),
         sort=sort.removeprefix("-"),
         descending=sort.startswith("-"),
-        first=_number(given, "first", default=0, high=10**9),
-        count=_number(given, "count", default=50, high=MAX_PAGE),
+        first=_number(values, "first", default=0, high=10**9),
+        count=_number(values, "count", default=50, high=MAX_PAGE),
     )
 
 
-def _number(given: dict[str, str], name: str, *, default: int, high: int) -> int:
-    text = given.get(name, "")
+def _number(values: dict[str, str], name: str, *, default: int, high: int) -> int:
+    text = values.get(name, "")
     value = int(text) if text.isdecimal() and len(text) < 12 else (default if not text else -1)
     if not 0 <= value <= high:
         raise ConfigError(f"{name} must be a whole number from 0 to {high}, got {text[:32]!r}")
@@ -297,13 +297,13 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
     @routes.get("/texts")
     def texts(run_id: str, rows: Annotated[str, Query(max_length=4096)]) -> Response:
         run = registry.open(run_id)
-        wanted = [int(row) for row in rows.split(",") if row.isdecimal()][:MAX_PAGE]
-        found = run.reader.texts.find(wanted)
-        missing = [row for row in wanted if row not in found]
+        numbers = [int(row) for row in rows.split(",") if row.isdecimal()][:MAX_PAGE]
+        texts_by_row = run.reader.texts.find(numbers)
+        missing = [row for row in numbers if row not in texts_by_row]
         if missing:
             with details.open_log(run.config) as log:
-                found |= details.read_texts(log, run.reader.table, missing)
-        return _json(found)
+                texts_by_row |= details.read_texts(log, run.reader.table, missing)
+        return _json(texts_by_row)
 
     @routes.get("/sample")
     def sample(run_id: str, row: int = -1, sample_id: Text = "") -> Response:
@@ -326,12 +326,12 @@ def _detail_routes(registry: RunRegistry) -> APIRouter:
     ) -> Response:
         run = registry.open(run_id)
         newest = run.reader.table.newest_version
-        wanted = newest if version < 0 else version
+        chosen = newest if version < 0 else version
         with details.open_log(run.config) as log:
             return _json(
                 {"sample": details.read_lineage_of_sample(log, sample_id)}
                 if sample_id
-                else {"version": details.read_lineage_of_version(log, wanted), "newest": newest}
+                else {"version": details.read_lineage_of_version(log, chosen), "newest": newest}
             )
 
     @routes.get("/lag")

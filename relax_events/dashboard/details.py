@@ -63,7 +63,7 @@ def read_samples_at(
     """Read the samples at these positions, in rounds: near ones together, one span a partition and
     round.
     """
-    topic, found = log.plan.topic("rollout.samples"), {}
+    topic, samples = log.plan.topic("rollout.samples"), {}
     records = {(partition, offset) for partition, offset, _ in positions}
     for spans in rounds(list(records)):
         ranges = {(topic, partition): span for partition, span in spans.items()}
@@ -71,8 +71,8 @@ def read_samples_at(
             at = record.partition, record.offset
             for event in log.decode_samples(record) if at in records else ():
                 if isinstance(event, SampleRolledOut):
-                    found[*at, event.key.sample_index] = event
-    return {at: found[at] for at in positions if at in found}
+                    samples[*at, event.key.sample_index] = event
+    return {at: samples[at] for at in positions if at in samples}
 
 
 def rounds(positions: Sequence[tuple[int, int]]) -> list[dict[int, tuple[int, int]]]:
@@ -119,7 +119,7 @@ def read_sample(log: RunLog, table: SampleTable, row: int) -> dict[str, Any]:
         "num_tokens": len(sample.tokens),
         "media": [
             {"type": media.media_type, "extent": media.extent, "num_bytes": media.num_bytes}
-            for media in media_of(sample)
+            for media in list_media(sample)
         ],
         "group": table.describe(table.group_rows(row)),
     }
@@ -169,7 +169,7 @@ def _tokens(
     ], ""
 
 
-def media_of(sample: SampleRolledOut) -> list[MediaRef]:
+def list_media(sample: SampleRolledOut) -> list[MediaRef]:
     """Return the media of a sample's conversation, in order."""
     return [
         part.media
@@ -190,7 +190,7 @@ def render_media(
     """
     position = table.position(row)
     sample = read_samples_at(log, [position]).get(position)
-    media = media_of(sample) if sample else []
+    media = list_media(sample) if sample else []
     if not 0 <= number < len(media):
         raise ConfigError(f"the sample has {len(media)} media; there is no number {number}")
     loaded = MediaLibrary(log.config).load(media[number])
@@ -213,10 +213,10 @@ def read_lineage_of_sample(log: RunLog, sample_id: str) -> dict[str, Any]:
 
 def read_lineage_of_version(log: RunLog, version: int) -> dict[str, Any]:
     """Return where a version comes from: its step, its samples, its rewards."""
-    found = asdict(version_lineage(log, version))
-    found["num_samples"] = len(found["samples"])
-    found["samples"] = found["samples"][:500]
-    return found
+    lineage = asdict(version_lineage(log, version))
+    lineage["num_samples"] = len(lineage["samples"])
+    lineage["samples"] = lineage["samples"][:500]
+    return lineage
 
 
 def list_dead_letters(log: RunLog) -> list[dict[str, Any]]:
@@ -229,9 +229,9 @@ def list_dead_letters(log: RunLog) -> list[dict[str, Any]]:
 
 def show_dead_letter(log: RunLog, name: str) -> dict[str, Any]:
     """Return a dead letter with what its record holds, as far as it can be decoded."""
-    found, record = read_dead_letter(log, name)
+    dead_letter, record = read_dead_letter(log, name)
     read = read_record(log, record)
-    return asdict(found) | {
+    return asdict(dead_letter) | {
         "holds": read.event,
         "fields": read.fields,
         "decoding_error": read.error,

@@ -33,5 +33,5 @@ class RecentTexts:
 
     def find(self, rows: Iterable[int]) -> dict[int, dict[str, str]]:
         """Return the texts that are kept of these rows."""
-        found = ((row, self._texts.get(row)) for row in rows)
-        return {row: texts for row, texts in found if texts is not None}
+        pairs = ((row, self._texts.get(row)) for row in rows)
+        return {row: texts for row, texts in pairs if texts is not None}

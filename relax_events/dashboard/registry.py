@@ -56,7 +56,7 @@ class RunRegistry:
         Raises:
             BrokerUnavailable: The broker does not answer.
         """
-        self._cluster, self._given = cluster, first
+        self._cluster, self._first = cluster, first
         self._connection: Connection = cluster.connection(name="dashboard")
         self._lister = RunLister(self._connection)
         self._open: dict[str, OpenRun] = {}
@@ -66,7 +66,7 @@ class RunRegistry:
     @property
     def first_run(self) -> str:
         """The run that the page opens with; empty for the newest."""
-        return self._given.run.id if self._given else ""
+        return self._first.run.id if self._first else ""
 
     def close(self) -> None:
         """Stop all readers."""
@@ -99,9 +99,9 @@ class RunRegistry:
             return run
 
     def _config(self, run_id: str) -> RunConfig:
-        found = read_run(self._connection, run_id)
-        given = self._given if self._given and self._given.run.id == run_id else None
-        settings = found.config or given
+        summary = read_run(self._connection, run_id)
+        run_file = self._first if self._first and self._first.run.id == run_id else None
+        settings = summary.config or run_file
         if settings is None:
             raise ConfigError(
                 f"the log of run {run_id} does not describe it: it is half deleted; give its run "

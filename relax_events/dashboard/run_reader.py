@@ -149,8 +149,8 @@ class RunReader:
         kept = self._kept.get(name)
         if kept is None or kept[0] != revision:
             kept = self._kept[name] = revision, compute()
-        found: Value = kept[1]
-        return found
+        value: Value = kept[1]
+        return value
 
     def wait(self, *, num_steps: int, timeout_seconds: float) -> bool:
         """Wait until all that the log has now is read, or the log can't be read; return whether

@@ -151,13 +151,13 @@ class Names:
 
     def number(self, name: str) -> int:
         """Return a name's number."""
-        found = self._numbers.get(name)
-        if found is None:
+        number = self._numbers.get(name)
+        if number is None:
             if len(self.names) >= self._limit:
                 return self._limit - 1
-            found = self._numbers[name] = len(self.names)
+            number = self._numbers[name] = len(self.names)
             self.names.append(name)
-        return found
+        return number
 
     def find(self, name: str) -> int:
         """Return a known name's number, -1 for an unknown one."""
@@ -252,11 +252,11 @@ class SampleTable:
             if not len(rows) or not self._ended.length:
                 return
             order = np.argsort(self._ended["group"], kind="stable")
-            known = self._ended["group"][order]
+            ended_groups = self._ended["group"][order]
             groups = self.columns["group"][rows]
-            at = np.minimum(np.searchsorted(known, groups), len(known) - 1)
-            found = (known[at] == groups) & (groups >= 0)
-            rows, ended = rows[found], order[at[found]]
+            at = np.minimum(np.searchsorted(ended_groups, groups), len(ended_groups) - 1)
+            matches = (ended_groups[at] == groups) & (groups >= 0)
+            rows, ended = rows[matches], order[at[matches]]
             outcome = self._ended["outcome"][ended]
             trained = outcome == OUTCOMES.index(Outcome.TRAINED.value)
             other = self._ended["version"][ended] != self.columns["version"][rows]
@@ -314,12 +314,12 @@ class SampleTable:
 
     def describe(self, rows: Sequence[int] | Rows) -> list[dict[str, Any]]:
         """Return rows as plain values."""
-        columns, found = self.columns, []
+        columns, described = self.columns, []
         for row in map(int, rows):
             group = decode_group(int(columns["group"][row]))
             step, reward = int(columns["step"][row]), float(columns["reward"][row])
             newest = step if step >= 0 else self.newest_version
-            found.append(
+            described.append(
                 {
                     "row": row,
                     "prompt_group_id": group,
@@ -336,7 +336,7 @@ class SampleTable:
                     "train_step": step if step >= 0 else None,
                 }
             )
-        return found
+        return described
 
     def group_rows(self, row: int) -> list[int]:
         """Return the rows of a sample's prompt group at its policy version, at most 64, by sample

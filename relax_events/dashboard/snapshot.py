@@ -89,9 +89,9 @@ def build_import_map() -> dict[str, str]:
 
 
 def _encode_module(path: Path) -> str:
-    def rename(found: re.Match[str]) -> str:
-        target = (path.parent / found[2]).resolve().relative_to(STATIC.resolve())
-        return f'{found[1]}"relax/{target.as_posix()}"'
+    def rename(match: re.Match[str]) -> str:
+        target = (path.parent / match[2]).resolve().relative_to(STATIC.resolve())
+        return f'{match[1]}"relax/{target.as_posix()}"'
 
     text = IMPORT.sub(rename, path.read_text("utf-8"))
     return f"data:text/javascript;base64,{base64.b64encode(text.encode()).decode()}"

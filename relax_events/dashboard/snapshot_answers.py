@@ -74,9 +74,9 @@ def _collect(
         "config": {"config": report["config"], "other": {}},
         "dead-letters": {"rows": dead_letters[:MAX_DEAD_LETTERS]},
         "dead_letters": {
-            found["id"]: shown
-            for found in dead_letters[:MAX_DEAD_LETTERS]
-            if (shown := _attempt(details.show_dead_letter, run_log, found["id"]))
+            letter["id"]: shown
+            for letter in dead_letters[:MAX_DEAD_LETTERS]
+            if (shown := _attempt(details.show_dead_letter, run_log, letter["id"]))
         },
         "runbooks": {
             alarm["runbook"]: text
@@ -110,16 +110,16 @@ def choose_rows(table: SampleTable, steps: list[int]) -> tuple[list[int], list[i
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         bounds = {"step": (float(step), float(step))}
         query = SampleQuery(bounds=bounds, outcome="trained", sort="reward", count=MAX_ROWS)
-        found = list(table.select(query).rows)
+        picked = list(table.select(query).rows)
         half = MAX_DETAILED // 4
-        detailed += found if len(found) <= 2 * half else [*found[:half], *found[-half:]]
+        detailed += picked if len(picked) <= 2 * half else [*picked[:half], *picked[-half:]]
     listed = dict.fromkeys(int(row) for row in [*newest, *spread.tolist(), *detailed])
     return sorted(listed), [int(row) for row in dict.fromkeys(detailed)]
 
 
 def _read_details(run_log: RunLog | None, table: SampleTable, rows: list[int]) -> dict[str, Any]:
     """Return the chosen samples with their tokens, and their media as `data:` addresses."""
-    found: dict[int, Any] = {}
+    samples: dict[int, Any] = {}
     media: dict[str, str] = {}
     left = MAX_MEDIA_BYTES
     for row in rows:
@@ -127,7 +127,7 @@ def _read_details(run_log: RunLog | None, table: SampleTable, rows: list[int]) -
         if sample is None:
             continue
         sample["tokens_table"] = sample["tokens_table"][:MAX_TOKENS]
-        found[row] = sample
+        samples[row] = sample
         for number in range(len(sample["media"])):
             shown = _attempt(details.render_media, run_log, table, row, number, 0)
             if shown is None or len(shown[1]) > left:
@@ -136,7 +136,7 @@ def _read_details(run_log: RunLog | None, table: SampleTable, rows: list[int]) -
             media[f"{row}/{number}"] = (
                 f"data:{shown[0]};base64,{base64.b64encode(shown[1]).decode()}"
             )
-    return {"details": found, "media": media}
+    return {"details": samples, "media": media}
 
 
 def _read_lineage(run_log: RunLog | None, reader: RunReader) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def _read_lineage(run_log: RunLog | None, reader: RunReader) -> dict[str, Any]:
     return {
         "newest_version": newest,
         "versions": {
-            version: found
+            version: lineage
             for version in versions
-            if (found := _attempt(details.read_lineage_of_version, run_log, version))
+            if (lineage := _attempt(details.read_lineage_of_version, run_log, version))
         },
     }
 
@@ -172,14 +172,14 @@ def _source(report: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _attempt(read: Callable[..., Any], source: Any, *given: Any, otherwise: Any = None) -> Any:
+def _attempt(read: Callable[..., Any], source: Any, *arguments: Any, otherwise: Any = None) -> Any:
     """Return what a call reads from a source, or something else where there is no source, or it or
     a store does not have it.
     """
     if source is None:
         return otherwise
     try:
-        return read(source, *given)
+        return read(source, *arguments)
     except (RelaxError, OSError) as error:
         log.debug("report.part_not_read", error=str(error))
         return otherwise

@@ -97,14 +97,14 @@ def build_overview(reader: RunReader) -> dict[str, Any]:
     return document | {"groups": reader.remember("groups", lambda: group_curves(reader.table))}
 
 
-def _spreads(found: dict[int, list[float]]) -> dict[str, Any]:
-    versions = sorted(found)
+def _spreads(spreads: dict[int, list[float]]) -> dict[str, Any]:
+    versions = sorted(spreads)
     part = thin(len(versions))
     names = ("count", "mean", "std", "min", "max")
     return {
         "versions": versions[part],
         **{
-            name: to_json([found[version][at] for version in versions[part]])
+            name: to_json([spreads[version][at] for version in versions[part]])
             for at, name in enumerate(names)
         },
     }
@@ -208,9 +208,13 @@ def build_timeline(reader: RunReader, *, seconds: float) -> dict[str, Any]:
             if at > start
         ]
         commands = [
-            {"name": found.command.value, "at": found.commanded_at // 1000, "why": found.reason}
-            for found in fold.commands
-            if found.commanded_at > start
+            {
+                "name": command.command.value,
+                "at": command.commanded_at // 1000,
+                "why": command.reason,
+            }
+            for command in fold.commands
+            if command.commanded_at > start
         ]
     return {
         "start": start // 1000,

@@ -109,9 +109,11 @@ class LedgerReader:
         self._on_progress, self._num_processed = on_progress, 0
         self._log, self._config, self._plan = run_log, run_log.config, run_log.plan
         config = run_log.config
-        own = [(TopicPlan.build_topic_name(config.run.id, entity), 0) for entity in DECISION_TOPICS]
-        self._versions_partition, self._steps_partition, self._ends_partition = own
-        self._spans = stable_ranges(run_log, own)
+        decisions = [
+            (TopicPlan.build_topic_name(config.run.id, entity), 0) for entity in DECISION_TOPICS
+        ]
+        self._versions_partition, self._steps_partition, self._ends_partition = decisions
+        self._spans = stable_ranges(run_log, decisions)
         self._samples, self._queue = self._list_sample_partitions(), self._list_queue_partitions()
         self._spans |= {
             topic_partition: run_log.watermarks(*topic_partition)

@@ -112,8 +112,8 @@ class RunLog(AbstractContextManager["RunLog"]):
         """The outcome of each prompt group, by id."""
         if self._outcomes is None:
             self._outcomes = {}
-            for found in self.read_control("control.prompt-group-outcomes", PromptGroupEnded):
-                self._outcomes.setdefault(found.event.prompt_group_id, found)
+            for record in self.read_control("control.prompt-group-outcomes", PromptGroupEnded):
+                self._outcomes.setdefault(record.event.prompt_group_id, record)
         return self._outcomes
 
     def read_control(self, entity: str, kind: type[EventT]) -> Iterator[DecodedRecord[EventT]]:
@@ -196,7 +196,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         return owners
 
     def _start_offset(self, topic: str, partition: int, version: int) -> int:
-        wanted = (
+        place = (
             self.plan.parse_entity(topic),
             partition,
         )  # a run that was imported under another id keeps the offsets, not the topic names
@@ -211,22 +211,22 @@ class RunLog(AbstractContextManager["RunLog"]):
                 topic_partition.offset
                 for topic_partition in offsets
                 if (self.plan.parse_entity(topic_partition.topic), topic_partition.partition)
-                == wanted
+                == place
             ),
             0,
         )
 
     def _end_offsets(self, topic_partitions: Iterable[TopicPartition]) -> dict[TopicPartition, int]:
         """Return the end offsets of partitions at their first request."""
-        wanted = list(topic_partitions)
+        partitions = list(topic_partitions)
         self._seen_ends |= self._admin.end_offsets(
             [
                 topic_partition
-                for topic_partition in wanted
+                for topic_partition in partitions
                 if topic_partition not in self._seen_ends
             ]
         )
-        return {topic_partition: self._seen_ends[topic_partition] for topic_partition in wanted}
+        return {topic_partition: self._seen_ends[topic_partition] for topic_partition in partitions}
 
     def watermarks(self, topic: str, partition: int) -> OffsetRange:
         """Return the oldest and the next offset of a partition, as the broker knows them now."""
@@ -272,12 +272,12 @@ class RunLog(AbstractContextManager["RunLog"]):
         Raises:
             BrokerError: A record was purged or never written.
         """
-        wanted = list(topic_partitions)
+        positions = list(topic_partitions)
         with self._reader() as reader:
-            records = reader.read_at(self.plan.topic(entity), wanted)
+            records = reader.read_at(self.plan.topic(entity), positions)
         events = (
             (records[topic_partition], event)
-            for topic_partition in dict.fromkeys(wanted)
+            for topic_partition in dict.fromkeys(positions)
             for event in self.decode_samples(records[topic_partition])
         )
         return [
@@ -339,7 +339,8 @@ class RunLog(AbstractContextManager["RunLog"]):
     def _read_versions(self, run_id: str) -> dict[int, DecodedRecord[PolicyVersionPublished]]:
         spans = self._control_spans(run_id, "control.policy-versions")
         return {
-            found.event.policy_version: found for found in self.read(spans, PolicyVersionPublished)
+            record.event.policy_version: record
+            for record in self.read(spans, PolicyVersionPublished)
         }
 
     def _control_spans(self, run_id: str, entity: str) -> dict[TopicPartition, OffsetRange]:

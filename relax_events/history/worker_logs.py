@@ -95,22 +95,22 @@ def log_files(folder: Path, workers: Collection[str] = ()) -> dict[str, Path]:
     Raises:
         ConfigError: There are none, or a wanted one is missing.
     """
-    found = {path.stem: path for path in sorted(folder.glob("*.log"))}
-    if not found:
+    files = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if not files:
         raise ConfigError(
             f"there are no logs in {folder}; give the id of a run that was started from this "
             "folder, or its run file"
         )
     if unknown := [
-        worker for worker in workers if not any(_is_of(name, [worker]) for name in found)
+        worker for worker in workers if not any(_belongs_to(name, [worker]) for name in files)
     ]:
         raise ConfigError(
-            f"there is no log of {unknown[0]} in {folder}; there are {', '.join(found)}"
+            f"there is no log of {unknown[0]} in {folder}; there are {', '.join(files)}"
         )
-    return {name: path for name, path in found.items() if _is_of(name, workers)}
+    return {name: path for name, path in files.items() if _belongs_to(name, workers)}
 
 
-def _is_of(name: str, workers: Collection[str]) -> bool:
+def _belongs_to(name: str, workers: Collection[str]) -> bool:
     return not workers or name in workers or name.rpartition("-")[0] in workers
 
 
@@ -123,14 +123,14 @@ def read_lines(
         files: As from `log_files`.
         ends: End position of each file; by default its end.
     """
-    known = ends or {}
+    stops = ends or {}
     return merge(
-        *(_lines_of(name, path, end=known.get(name)) for name, path in files.items()),
+        *(_read_file(name, path, end=stops.get(name)) for name, path in files.items()),
         key=lambda line: line.at,
     )
 
 
-def _lines_of(name: str, path: Path, *, end: int | None) -> Iterator[LogLine]:
+def _read_file(name: str, path: Path, *, end: int | None) -> Iterator[LogLine]:
     parser, position = LogParser(name), 0
     with path.open("rb") as file:
         for raw in file:
@@ -148,8 +148,8 @@ def _end_of_last_line(path: Path) -> int:
         while end > 0:
             begin = max(0, end - BLOCK_BYTES)
             file.seek(begin)
-            if (found := file.read(end - begin).rfind(b"\n")) >= 0:
-                return begin + found + 1
+            if (newline := file.read(end - begin).rfind(b"\n")) >= 0:
+                return begin + newline + 1
             end = begin
     return 0
 
@@ -185,16 +185,16 @@ class LogTail:
     def lines(self) -> Iterator[LogLine]:
         """Yield complete lines as they are written; never ends."""
         while True:
-            found = [
+            written = [
                 line
                 for name, path in log_files(self._folder, self._workers).items()
-                for line in self._new_of(name, path)
+                for line in self._read_new(name, path)
             ]
-            yield from sorted(found, key=lambda line: line.at)
+            yield from sorted(written, key=lambda line: line.at)
             select.select([self._watch], [], [])
             os.read(self._watch, EVENT_BYTES)
 
-    def _new_of(self, name: str, path: Path) -> Iterator[LogLine]:
+    def _read_new(self, name: str, path: Path) -> Iterator[LogLine]:
         parser = self._parsers.setdefault(name, LogParser(name))
         with path.open("rb") as file:
             file.seek(self.ends.get(name, 0))

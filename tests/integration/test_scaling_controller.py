@@ -24,7 +24,7 @@ from relax_events.events.parts import WorkerState
 from relax_events.events.types import Event
 from relax_events.history.live_run import stop_run
 from relax_events.history.run_log import RunLog
-from relax_events.history.runs.changes import read_changes
+from relax_events.history.runs.details import read_changes
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer

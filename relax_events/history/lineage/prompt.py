@@ -64,9 +64,9 @@ def prompt_lineage(log: RunLog, prompt: str) -> list[PromptUse]:
 def _uses_of_row(log: RunLog, data_row: int) -> list[PromptUse]:
     row = data_rows(log.config, required=True)
     uses = {
-        found.event.prompt_group_id: _use(log, found, row)
-        for found in issued_groups(log)
-        if row(found.event.row) == data_row
+        record.event.prompt_group_id: _use(log, record, row)
+        for record in issued_groups(log)
+        if row(record.event.row) == data_row
     }
     return list(uses.values())
 
@@ -76,20 +76,20 @@ def _use_of_group(log: RunLog, prompt_group_id: str) -> list[PromptUse]:
         IssuedGroup.parse(prompt_group_id)
     except CorruptRecord as error:
         raise ConfigError(f"{error}; rows of the data are numbers from 0") from None
-    found = next(issued_groups(log, prompt_group_id), None)
-    if found is None:
+    record = next(issued_groups(log, prompt_group_id), None)
+    if record is None:
         return []
     samples = list(read_lines(log, SampleFilter(prompt_group_id=prompt_group_id)))
-    return [_use(log, found, data_rows(log.config), samples)]
+    return [_use(log, record, data_rows(log.config), samples)]
 
 
 def _use(
     log: RunLog,
-    found: DecodedRecord[PromptGroupIssued],
+    record: DecodedRecord[PromptGroupIssued],
     row: DataRow,
     samples: list[SampleLine] | None = None,
 ) -> PromptUse:
-    issued, end = found.event, log.outcomes.get(found.event.prompt_group_id)
+    issued, end = record.event, log.outcomes.get(record.event.prompt_group_id)
     ended = end.event if end else None
     return PromptUse(
         prompt_group_id=issued.prompt_group_id,
@@ -98,7 +98,7 @@ def _use(
         issued_for_step=issued.train_step,
         attempt=issued.attempt,
         issued_at=issued.issued_at,
-        issued_position=found.position,
+        issued_position=record.position,
         prompt="\n".join(message.text for message in issued.messages),
         outcome=ended.outcome.value if ended else OPEN,
         reason=ended.reason if ended else "",

@@ -93,18 +93,18 @@ def issued_groups(
     """Read the issued prompt groups, or all issues of one; for one only its partition is read."""
     count = log.plan.queue_partitions
     partitions = [compute_shard(prompt_group_id, shards=count)] if prompt_group_id else range(count)
-    for found in log.read(log.full_ranges("prompt.groups", partitions), PromptGroupIssued):
-        if prompt_group_id in ("", found.event.prompt_group_id):
-            yield found
+    for record in log.read(log.full_ranges("prompt.groups", partitions), PromptGroupIssued):
+        if prompt_group_id in ("", record.event.prompt_group_id):
+            yield record
 
 
 def find_step(log: RunLog, train_step: int) -> DecodedRecord[TrainStepCommitted] | None:
     """Return the record of a train step."""
     return next(
         (
-            found
-            for found in log.read_control("control.train-steps", TrainStepCommitted)
-            if found.event.train_step == train_step
+            record
+            for record in log.read_control("control.train-steps", TrainStepCommitted)
+            if record.event.train_step == train_step
         ),
         None,
     )
@@ -171,11 +171,11 @@ def _outcome_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
         yield ended_stage(ended)
 
 
-def issued_stage(found: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -> Stage | None:
+def issued_stage(record: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -> Stage | None:
     """Describe which prompt it was and for which step it was issued."""
-    if found is None:
+    if record is None:
         return None
-    event = found.event
+    event = record.event
     facts = {
         "data_row": row(event.row),
         "row": event.row,
@@ -185,7 +185,7 @@ def issued_stage(found: DecodedRecord[PromptGroupIssued] | None, row: DataRow) -
     return Stage(
         "issued",
         event.issued_at,
-        found.position,
+        record.position,
         facts | {"required_policy_version": event.required_policy_version},
     )
 
@@ -203,23 +203,23 @@ def rolled_out_stage(view: SampleView) -> Stage:
     return Stage("rolled_out", sample.rolled_out_at, view.position, facts)
 
 
-def scored_stage(found: DecodedRecord[SampleScored]) -> Stage:
+def scored_stage(record: DecodedRecord[SampleScored]) -> Stage:
     """Describe the reward and the version of the reward function."""
-    event = found.event
+    event = record.event
     facts = {
         "reward": event.reward,
         "reward_name": event.reward_name,
         "reward_digest": event.reward_digest,
         "error": event.error,
     }
-    return Stage("scored", event.scored_at, found.position, facts)
+    return Stage("scored", event.scored_at, record.position, facts)
 
 
 def trained_stage(
-    found: DecodedRecord[TrainStepCommitted], sample_id: str, staleness: int
+    record: DecodedRecord[TrainStepCommitted], sample_id: str, staleness: int
 ) -> Stage:
     """Describe the step and the micro-batch that trained it."""
-    step = found.event
+    step = record.event
     facts: dict[str, Any] = {"train_step": step.train_step, "staleness": staleness}
     if sample_id in step.sample_ids:
         index = step.sample_ids.index(sample_id)
@@ -227,19 +227,19 @@ def trained_stage(
             "rank": int(np.asarray(step.ranks)[index]),
             "micro_batch": int(np.asarray(step.micro_batches)[index]),
         }
-    return Stage("trained", step.committed_at, found.position, facts)
+    return Stage("trained", step.committed_at, record.position, facts)
 
 
-def ended_stage(found: DecodedRecord[PromptGroupEnded]) -> Stage:
+def ended_stage(record: DecodedRecord[PromptGroupEnded]) -> Stage:
     """Describe its prompt group's outcome."""
-    event = found.event
+    event = record.event
     facts = {
         "outcome": event.outcome.value,
         "reason": event.reason,
         "mean_reward": event.mean_reward,
         "trainer_version": event.trainer_version,
     }
-    return Stage("ended", event.ended_at, found.position, facts)
+    return Stage("ended", event.ended_at, record.position, facts)
 
 
 def read_advantage(ready: SampleReady) -> float | None:

@@ -93,7 +93,7 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
         published.event.artifact.uri,
     )
     step = find_step(log, policy_version - 1)
-    base_model, base_digest = _base_of(log, published.event)
+    base_model, base_digest = _find_base_model(log, published.event)
     if step is None:
         return VersionLineage(*origin, base_model=base_model, base_digest=base_digest)
     samples = _trained_samples(log, step.event)
@@ -112,7 +112,7 @@ def version_lineage(log: RunLog, policy_version: int) -> VersionLineage:
     )
 
 
-def _base_of(log: RunLog, published: PolicyVersionPublished) -> tuple[str, str]:
+def _find_base_model(log: RunLog, published: PolicyVersionPublished) -> tuple[str, str]:
     """Return the base model's folder and digest of a version that has adapters alone."""
     if log.config.model.lora is None:
         return "", ""
@@ -126,40 +126,40 @@ def _base_of(log: RunLog, published: PolicyVersionPublished) -> tuple[str, str]:
 
 
 def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSample]:
-    found = {
+    records = {
         item.event.sample_id: item
         for item in log.read_at("advantage.samples", step.positions, SampleReady)
     }
-    trained = [found[sample_id] for sample_id in step.sample_ids if sample_id in found]
-    scores, row = _scores_of(log, trained), data_rows(log.config)
+    trained = [records[sample_id] for sample_id in step.sample_ids if sample_id in records]
+    scores, row = _read_scores(log, trained), data_rows(log.config)
     return [
         _trained(item, scores.get(get_trajectory_key(item.event)), row(item.event.key.row))
         for item in trained
     ]
 
 
-def _scores_of(
+def _read_scores(
     log: RunLog, samples: Sequence[DecodedRecord[SampleReady]]
 ) -> dict[TrajectoryKey, SampleScored]:
     """Return the scores of these samples; only those of their versions are read."""
-    wanted = {get_trajectory_key(found.event) for found in samples}
-    versions = [version for _, version, _ in wanted]
+    keys = {get_trajectory_key(record.event) for record in samples}
+    versions = [version for _, version, _ in keys]
     scores: dict[TrajectoryKey, SampleScored] = {}
-    if wanted:
-        for found in log.read(
+    if keys:
+        for record in log.read(
             log.offset_ranges("reward.scores", range(min(versions), max(versions) + 1)),
             SampleScored,
         ):
-            key = get_trajectory_key(found.event)
-            if key in wanted:
-                scores.setdefault(key, found.event)
+            key = get_trajectory_key(record.event)
+            if key in keys:
+                scores.setdefault(key, record.event)
     return scores
 
 
 def _trained(
-    found: DecodedRecord[SampleReady], score: SampleScored | None, data_row: int | None
+    record: DecodedRecord[SampleReady], score: SampleScored | None, data_row: int | None
 ) -> TrainedSample:
-    event = found.event
+    event = record.event
     return TrainedSample(
         sample_id=event.sample_id,
         prompt_group_id=event.prompt_group_id,
@@ -170,7 +170,7 @@ def _trained(
         advantage=read_advantage(event),
         reward_name=score.reward_name if score else "",
         reward_digest=score.reward_digest if score else "",
-        position=found.position,
+        position=record.position,
     )
 
 

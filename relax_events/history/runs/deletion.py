@@ -64,13 +64,13 @@ def plan_deletion(
         for name in Inventory(connection).groups(TopicPlan.build_topic_name(run_id, ""))
         if parse_run_id(name) == run_id
     ]
-    store_uri, objects, note = _objects_of(
+    store_uri, objects, note = _find_objects(
         run, config, read_runs(connection, with_progress=False).values()
     )
     return Deletion(run_id, run.topics, groups, store_uri, objects, note)
 
 
-def _objects_of(
+def _find_objects(
     run: RunSummary, config: RunConfig | None, runs: Iterable[RunSummary]
 ) -> tuple[str, list[str], str]:
     """Return a run's object store, the objects that are deleted with it, and why none are.
@@ -101,12 +101,12 @@ def _objects_of(
         return uri, [], ""
     mark, text = read_marker(store), run.description.store_marker if run.description else ""
     if mark is None or (mark.run_id, mark.value) != (run.run_id, text):
-        found = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
+        marked = f"says run {mark.run_id} and {mark.value}" if mark else "is missing"
         return (
             uri,
             [],
             (
-                f"the marker {store.uri(MARKER)} {found}, and the log says run {run.run_id} and "
+                f"the marker {store.uri(MARKER)} {marked}, and the log says run {run.run_id} and "
                 f"{text or 'none'}; so the objects stay"
             ),
         )

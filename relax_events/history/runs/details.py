@@ -13,13 +13,15 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from relax_events.config import RunConfig
-from relax_events.events.types import TrainStepCommitted
+from relax_events.events.types import ChangeRequested, TrainStepCommitted
+from relax_events.history.run_log import RunLog
 from relax_events.history.runs.listing import RunSummary, decode_records, read_runs
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.projections.run_state import RunState
+from relax_events.session.change_audit import ENTITY as CHANGES
 from relax_events.session.resume import settings_history
 from relax_events.topics import TopicPlan
 
@@ -163,6 +165,15 @@ def open_existing_store(config: RunConfig) -> ObjectStore | None:
     ):
         return None
     return ObjectStore.open(config.objects_uri, uri_aliases=config.objects.uri_aliases)
+
+
+def read_changes(log: RunLog) -> list[ChangeRequested]:
+    """Return who asked for changes of a run, in log order; none for a run of a release that
+    recorded none.
+    """
+    if log.plan.topic(CHANGES) not in log.topics:
+        return []
+    return [record.event for record in log.read_control(CHANGES, ChangeRequested)]
 
 
 def list_versions(store: ObjectStore, folder: str) -> list[int]:

@@ -67,14 +67,14 @@ def make_run_file(
     """
     _refuse_other_names(overrides)
     _refuse_other_run(source.connection, run_id, choice.run)
-    own = read_own_run_files(
+    run_files = read_own_run_files(
         cluster.directory, choice.run, source.config.parent.run, run_id, named=cluster.run_file
     )
     is_replay = choice.mode == "replay"
     require_trust(
         source.config,
         is_replay=is_replay,
-        own=own,
+        run_files=run_files,
         directory=cluster.directory,
         overrides=overrides,
         accept=accept,

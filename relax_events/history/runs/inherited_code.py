@@ -61,7 +61,7 @@ def require_trust(
     source: RunConfig,
     *,
     is_replay: bool,
-    own: Iterable[RunConfig],
+    run_files: Iterable[RunConfig],
     directory: Path,
     overrides: Sequence[str],
     accept: Accept,
@@ -71,35 +71,35 @@ def require_trust(
     Args:
         source: As the log describes it.
         is_replay: Whether nothing is to be generated.
-        own: The caller's run files.
+        run_files: The caller's run files.
         directory: Where the new run keeps its files.
         overrides: section.key=value, applied over the parent's settings; the environment is below.
         accept: Is given the rest, and raises it if the caller does not agree.
     Raises:
         UntrustedSettingsError: Something is not known, and `accept` has raised it.
     """
-    given = [
+    keys_set = [
         *(override.partition("=")[0].strip() for override in overrides),
         *_keys_of_environment(),
     ]
-    known = {
+    trusted = {
         _mark(named)
-        for config in own
+        for config in run_files
         for named in external_values(config, is_replay=config.is_replay)
     }
-    known.add(("run.directory", str(directory.resolve())))
+    trusted.add(("run.directory", str(directory.resolve())))
     evaluates = any(
-        key.startswith(("evaluation", "model.path", "model.tiny")) for key in given
+        key.startswith(("evaluation", "model.path", "model.tiny")) for key in keys_set
     )  # then more may be used than by the parent
-    wanted = external_values(source, is_replay=is_replay and not evaluates)
+    used = external_values(source, is_replay=is_replay and not evaluates)
     if left := [
-        named for named in wanted if _mark(named) not in known and not _is_given(named.key, given)
+        named for named in used if _mark(named) not in trusted and not _is_set(named.key, keys_set)
     ]:
         accept(UntrustedSettingsError(source.run.id, left))
 
 
 def require_trusted_reward(
-    source: RunConfig, *, own: Iterable[RunConfig], accept: Accept
+    source: RunConfig, *, run_files: Iterable[RunConfig], accept: Accept
 ) -> RewardConfig:
     """Return the reward section of a run as its log describes it, if everything external in it is
     known here, or is accepted.
@@ -107,8 +107,8 @@ def require_trusted_reward(
     Raises:
         UntrustedSettingsError: Something is not known, and `accept` has raised it.
     """
-    known = {_mark(named) for config in own for named in _named_by_reward(config)}
-    if left := [named for named in _named_by_reward(source) if _mark(named) not in known]:
+    trusted = {_mark(named) for config in run_files for named in _named_by_reward(config)}
+    if left := [named for named in _named_by_reward(source) if _mark(named) not in trusted]:
         accept(UntrustedSettingsError(source.run.id, left))
     return source.reward
 
@@ -192,5 +192,5 @@ def _keys_of_environment() -> Iterator[str]:
             yield name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
 
 
-def _is_given(key: str, given: Iterable[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in given)
+def _is_set(key: str, keys: Iterable[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)

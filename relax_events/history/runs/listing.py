@@ -213,10 +213,10 @@ class RunLister:
     def _read_more(self) -> dict[str, RunSummary]:
         there, kept = _list_runs(self._connection, ()), set[str]()
         for run_id, run in there.items():
-            known = self._runs.get(run_id)
-            if known is not None and known.topics.keys() <= run.topics.keys():
-                run.state, run.started_at = known.state, known.started_at
-                kept |= known.topics.keys()
+            earlier = self._runs.get(run_id)
+            if earlier is not None and earlier.topics.keys() <= run.topics.keys():
+                run.state, run.started_at = earlier.state, earlier.started_at
+                kept |= earlier.topics.keys()
         positions = {key: at for key, at in self._positions.items() if key[0] in kept}
         ends = _read_logs(self._connection, there, with_progress=True, positions=positions)
         if any(ends[key] < at for key, at in positions.items()):
@@ -231,7 +231,7 @@ def _list_runs(connection: Connection, only: Collection[str]) -> dict[str, RunSu
     for name, num_partitions in Inventory(connection).topics(PREFIX).items():
         if name.count(".") >= 2 and (not only or parse_run_id(name) in only):
             topics.setdefault(parse_run_id(name), {})[name] = num_partitions
-    return {run_id: RunSummary(run_id, found) for run_id, found in topics.items()}
+    return {run_id: RunSummary(run_id, names) for run_id, names in topics.items()}
 
 
 def read_run(connection: Connection, run_id: str) -> RunSummary:
@@ -240,8 +240,8 @@ def read_run(connection: Connection, run_id: str) -> RunSummary:
     Raises:
         ConfigError: The cluster has no topic of it; the text suggests a similar id.
     """
-    if (found := read_runs(connection, [run_id]).get(run_id)) is not None:
-        return found
+    if (run := read_runs(connection, [run_id]).get(run_id)) is not None:
+        return run
     there = {
         parse_run_id(name) for name in Inventory(connection).topics(PREFIX) if name.count(".") >= 2
     }

@@ -71,10 +71,10 @@ def _with_store(config: RunConfig, source: ParentRun) -> RunConfig:
             update={"run": config.run.model_copy(update={"id": config.parent.run})}
         ).objects_uri,
     )
-    if text != (wanted := config.parent.objects_uri or usual):
+    if text != (stated := config.parent.objects_uri or usual):
         rule = (
             f"the log of run {config.parent.run} says that its objects lie in {text}, and the "
-            f"run file that they lie in {wanted}"
+            f"run file that they lie in {stated}"
         )
         raise ConfigError(f"{rule}; set parent.objects_uri to where they are")
     return config.model_copy(
@@ -90,11 +90,11 @@ def _require_same_rollouts(config: RunConfig, source: ParentRun) -> None:
             f"its own; replay {other}"
         )
     for key in ROLLOUT_KEYS:
-        wanted, recorded = getattr(config.run, key), getattr(source.config.run, key)
-        if wanted != recorded:
+        chosen, recorded = getattr(config.run, key), getattr(source.config.run, key)
+        if chosen != recorded:
             raise ConfigError(
                 f"run.{key} says how the rollouts were made: run {config.parent.run} has "
-                f"{recorded}, got {wanted}; leave it as it is"
+                f"{recorded}, got {chosen}; leave it as it is"
             )
 
 
@@ -147,9 +147,9 @@ def read_source_curves(config: RunConfig, train_steps: list[int]) -> dict[str, A
         config.parent.run,
         child_config=config,
     )
-    wanted = set(train_steps)
+    numbers = set(train_steps)
     metrics = {
-        step.train_step: step.metrics for step in source.steps() if step.train_step in wanted
+        step.train_step: step.metrics for step in source.steps() if step.train_step in numbers
     }
     names = dict.fromkeys(name for step in metrics.values() for name in step)
     curves = {name: [metrics.get(number, {}).get(name) for number in train_steps] for name in names}

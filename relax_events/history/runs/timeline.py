@@ -42,8 +42,8 @@ def read_timeline(log: RunLog) -> Iterator[Entry]:
     """
     yield from track_names()
     for entity, kind in ((entity, kind) for entity, kind in SHOWN.items() if log.plan.has(entity)):
-        for found in log.read_control(entity, kind):
-            yield from build_entries(found.event)
+        for record in log.read_control(entity, kind):
+            yield from build_entries(record.event)
 
 
 def track_names() -> Iterator[Entry]:

@@ -98,9 +98,9 @@ def other_scores(log: RunLog, sample: SampleRolledOut) -> dict[str, SampleScored
     partition = log.plan.partition(sample.prompt_group_id, sample.policy_version)
     for topic in sorted(name for name in log.topics if name.startswith(prefix)):
         entity = log.plan.parse_entity(topic)
-        for found in log.read(log.full_ranges(entity, [partition]), SampleScored):
-            if get_trajectory_key(found.event) == get_trajectory_key(sample):
-                scores[topic.removeprefix(prefix)] = found.event
+        for record in log.read(log.full_ranges(entity, [partition]), SampleScored):
+            if get_trajectory_key(record.event) == get_trajectory_key(sample):
+                scores[topic.removeprefix(prefix)] = record.event
                 break
     return scores
 

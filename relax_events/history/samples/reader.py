@@ -34,28 +34,28 @@ OfSample = TypeVar("OfSample", SampleRolledOut, SampleScored, SampleEvaluated, S
 Scores = dict[TrajectoryKey, SampleScored]
 
 
-def read_samples(log: RunLog, wanted: SampleFilter) -> Iterator[SampleView]:
+def read_samples(log: RunLog, selection: SampleFilter) -> Iterator[SampleView]:
     """Yield the matching samples, by blocks of versions, within a block by partition and offset;
     stored arrays stay in the object store.
 
     A sample that was written again in the same generation is yielded once; of several scores the
     first counts, as in training. One sample is held at a time.
     """
-    extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
+    extent = selection.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in version_blocks(extent.versions):
-        yield from _read_block(log, wanted, VersionRange(versions, extent.shard))
+        yield from _read_block(log, selection, VersionRange(versions, extent.shard))
 
 
-def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[SampleLine]:
+def read_last_lines(log: RunLog, selection: SampleFilter, *, count: int) -> list[SampleLine]:
     """Return the newest matching samples, oldest first; read backwards from the newest version only
     as far as necessary.
     """
-    extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
+    extent = selection.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     lines: list[SampleLine] = []
     for versions in version_blocks_backwards(extent.versions):
         block = (
             view.line(log.newest_version)
-            for view in _read_block(log, wanted, VersionRange(versions, extent.shard))
+            for view in _read_block(log, selection, VersionRange(versions, extent.shard))
         )
         lines = heapq.nlargest(count, chain(block, lines), key=by_time)
         if len(lines) >= count:
@@ -63,12 +63,12 @@ def read_last_lines(log: RunLog, wanted: SampleFilter, *, count: int) -> list[Sa
     return lines[::-1]
 
 
-def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Iterator[SampleView]:
+def read_last_samples(log: RunLog, selection: SampleFilter, *, count: int) -> Iterator[SampleView]:
     """Yield the newest matching samples, in the order of `read_samples`."""
-    lines = read_last_lines(log, wanted, count=count)
+    lines = read_last_lines(log, selection, count=count)
     wanted_samples = {(line.position, line.sample_id) for line in lines}
     oldest = min((line.policy_version for line in lines), default=0)
-    newer = replace(wanted, versions=(max(wanted.versions[0], oldest), wanted.versions[1]))
+    newer = replace(selection, versions=(max(selection.versions[0], oldest), selection.versions[1]))
     return (
         view
         for view in read_samples(log, newer)
@@ -76,13 +76,13 @@ def read_last_samples(log: RunLog, wanted: SampleFilter, *, count: int) -> Itera
     )
 
 
-def read_lines(log: RunLog, wanted: SampleFilter) -> Iterator[SampleLine]:
+def read_lines(log: RunLog, selection: SampleFilter) -> Iterator[SampleLine]:
     """Yield all matching samples, those of a block of versions sorted by time."""
-    extent = wanted.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
+    extent = selection.version_range(log.plan, log.outcomes, newest_version=log.newest_version)
     for versions in version_blocks(extent.versions):
         lines = (
             view.line(log.newest_version)
-            for view in _read_block(log, wanted, VersionRange(versions, extent.shard))
+            for view in _read_block(log, selection, VersionRange(versions, extent.shard))
         )
         yield from sorted(lines, key=by_time)
 
@@ -113,10 +113,10 @@ def version_blocks_backwards(versions: range) -> Iterator[range]:
 def read_scores(log: RunLog, extent: VersionRange, *, entity: str = "reward.scores") -> Scores:
     """Return the first score of each sample, in each of its generations."""
     scores: Scores = {}
-    for found in log.read(
+    for record in log.read(
         log.offset_ranges(entity, extent.versions, shard=extent.shard), SampleScored
     ):
-        scores.setdefault(get_trajectory_key(found.event), found.event)
+        scores.setdefault(get_trajectory_key(record.event), record.event)
     return scores
 
 
@@ -130,35 +130,37 @@ def read_sample_events(
         range(sample.policy_version, sample.policy_version + 1),
         compute_shard(sample.prompt_group_id, shards=log.plan.partitions_per_version),
     )
-    found = log.read(log.offset_ranges(entity, extent.versions, shard=extent.shard), kind)
-    return (item for item in found if get_trajectory_key(item.event) == get_trajectory_key(sample))
+    records = log.read(log.offset_ranges(entity, extent.versions, shard=extent.shard), kind)
+    return (
+        item for item in records if get_trajectory_key(item.event) == get_trajectory_key(sample)
+    )
 
 
 def build_view(
-    found: DecodedRecord[SampleRolledOut],
+    record: DecodedRecord[SampleRolledOut],
     score: SampleScored | None,
     ended: DecodedRecord[PromptGroupEnded] | None,
 ) -> SampleView:
     """Put a sample together with what is known of it."""
     return SampleView(
-        found.event, found.position, found.written_at, score, ended.event if ended else None
+        record.event, record.position, record.written_at, score, ended.event if ended else None
     )
 
 
-def _read_block(log: RunLog, wanted: SampleFilter, extent: VersionRange) -> Iterator[SampleView]:
+def _read_block(log: RunLog, selection: SampleFilter, extent: VersionRange) -> Iterator[SampleView]:
     scores = read_scores(log, extent)
     for topic_partition, span in log.offset_ranges(
         "rollout.samples", extent.versions, shard=extent.shard
     ).items():
         seen: set[TrajectoryKey] = set()
-        for found in log.read({topic_partition: span}, SampleRolledOut):
-            key = get_trajectory_key(found.event)
-            if key not in seen and wanted.matches_sample(found.event):
+        for record in log.read({topic_partition: span}, SampleRolledOut):
+            key = get_trajectory_key(record.event)
+            if key not in seen and selection.matches_sample(record.event):
                 seen.add(key)
                 view = build_view(
-                    found, scores.get(key), log.outcomes.get(found.event.prompt_group_id)
+                    record, scores.get(key), log.outcomes.get(record.event.prompt_group_id)
                 )
-                if wanted.matches(view):
+                if selection.matches(view):
                     yield view
 
 
@@ -176,21 +178,21 @@ class LiveSamples:
 
     def __init__(
         self,
-        wanted: SampleFilter,
+        selection: SampleFilter,
         *,
         newest_version: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._wanted, self._clock = wanted, clock
+        self._selection, self._clock = selection, clock
         self._newest_version = newest_version
         self._waiting: dict[TrajectoryKey, tuple[float, DecodedRecord[SampleRolledOut]]] = {}
         self._scores: dict[TrajectoryKey, SampleScored] = {}
 
     def add(
-        self, found: DecodedRecord[SampleRolledOut | SampleScored | PolicyVersionPublished]
+        self, record: DecodedRecord[SampleRolledOut | SampleScored | PolicyVersionPublished]
     ) -> SampleLine | None:
         """Add an event; return the sample that it completes, if it matches."""
-        event = found.event
+        event = record.event
         if isinstance(event, PolicyVersionPublished):
             self._newest_version = max(self._newest_version, event.policy_version)
             return None
@@ -200,7 +202,7 @@ class LiveSamples:
                 return self._line(self._waiting.pop(key)[1], event)
             self._remember(key, event)
             return None
-        sample = DecodedRecord(event, found.position, found.written_at)
+        sample = DecodedRecord(event, record.position, record.written_at)
         if key in self._scores:
             return self._line(sample, self._scores.pop(key))
         self._waiting[key] = (self._clock(), sample)
@@ -209,11 +211,11 @@ class LiveSamples:
     def pop_overdue(self) -> Iterator[SampleLine]:
         """Yield the samples that have waited too long for their score."""
         while self._waiting:
-            key, (since, found) = next(iter(self._waiting.items()))
+            key, (since, record) = next(iter(self._waiting.items()))
             if self._clock() - since < SCORE_SECONDS and len(self._waiting) <= MAX_WAITING:
                 return
             del self._waiting[key]
-            if (line := self._line(found, None)) is not None:
+            if (line := self._line(record, None)) is not None:
                 yield line
 
     def _remember(self, key: TrajectoryKey, score: SampleScored) -> None:
@@ -225,23 +227,23 @@ class LiveSamples:
             del self._scores[next(iter(self._scores))]
 
     def _line(
-        self, found: DecodedRecord[SampleRolledOut], score: SampleScored | None
+        self, record: DecodedRecord[SampleRolledOut], score: SampleScored | None
     ) -> SampleLine | None:
-        view = build_view(found, score, None)
-        return view.line(self._newest_version) if self._wanted.matches(view) else None
+        view = build_view(record, score, None)
+        return view.line(self._newest_version) if self._selection.matches(view) else None
 
 
 def follow_samples(
-    log: RunLog, wanted: SampleFilter, starts: dict[TopicPartition, int]
+    log: RunLog, selection: SampleFilter, starts: dict[TopicPartition, int]
 ) -> Iterator[SampleLine]:
     """Yield matching samples as they come, forever.
 
     Args:
         log: The run's log.
-        wanted: Which samples.
+        selection: Which samples.
         starts: Start offsets, as `live_starts` gave them before older samples were read.
     """
-    live = LiveSamples(wanted, newest_version=log.newest_version)
+    live = LiveSamples(selection, newest_version=log.newest_version)
     for record in log.follow(starts):
         if record is not None:
             yield from _take(log, live, record)

@@ -51,7 +51,7 @@ def left(
     require_trust(
         source,
         is_replay=is_replay,
-        own=own,
+        run_files=own,
         directory=directory,
         overrides=overrides,
         accept=refused.append,
@@ -236,17 +236,17 @@ def test_reward_from_a_log_is_trusted_if_a_run_file_matches_or_the_user_accepts(
     theirs = small_run(tree)
     assert (
         require_trusted_reward(
-            theirs, own=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse
+            theirs, run_files=[small_run(tree | {"run": {"id": "mine"}})], accept=refuse
         )
         == theirs.reward
     )
     with pytest.raises(
         UntrustedSettingsError, match="log of run theirs names what would be used here"
     ) as refused:
-        require_trusted_reward(theirs, own=[], accept=refuse)
+        require_trusted_reward(theirs, run_files=[], accept=refuse)
     assert refused.value.named == [Named("reward.options.url", "http://unknown:1", Names.OPTIONS)]
-    assert require_trusted_reward(theirs, own=[], accept=lambda _: None) == theirs.reward
+    assert require_trusted_reward(theirs, run_files=[], accept=lambda _: None) == theirs.reward
     harmless = small_run(rest | {"run": {"id": "theirs"}, "reward": {"function": "math"}})
-    assert require_trusted_reward(harmless, own=[], accept=refuse) == RewardConfig.model_validate(
-        harmless.reward.model_dump()
-    )
+    assert require_trusted_reward(
+        harmless, run_files=[], accept=refuse
+    ) == RewardConfig.model_validate(harmless.reward.model_dump())
