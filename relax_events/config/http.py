@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from relax_events.config.base import Section
 from relax_events.config.external_values import FilePath
-from relax_events.http.tls import TlsFiles, choose_tls
-
-NAMES = "http.certificate_file", "http.key_file", "http.accept_plain = true"
 
 
 class HttpConfig(Section):
@@ -23,17 +20,3 @@ class HttpConfig(Section):
     accept_plain: bool = False
     """Whether servers on other addresses than loopback may speak plain HTTP: where a proxy or a
     mesh encrypts, or the network is private."""
-
-    def choose_tls(self, host: str) -> TlsFiles | None:
-        """Return the files for a server on an address; None where it speaks plain HTTP.
-
-        Raises:
-            ConfigError: The address needs encryption, or the files can't be used.
-        """
-        return choose_tls(
-            host,
-            certificate=self.certificate_file,
-            key=self.key_file,
-            accepts_plain=self.accept_plain,
-            names=NAMES,
-        )

@@ -25,6 +25,7 @@ from relax_events.http.server import (
     find_missing_package,
     open_listener,
 )
+from relax_events.http.tls import choose_run_tls
 from relax_events.secret_handling import hide, read_secret, write_private
 
 TOKEN_BYTES = 32
@@ -128,7 +129,7 @@ def require_api_port(config: RunConfig) -> str:
             if config.scaling.api == "off"
             else "none: relax-events[api] is not installed"
         )
-    tls = config.http.choose_tls(config.scaling.host)
+    tls = choose_run_tls(config.http, config.scaling.host)
     _listen(config.scaling).close()
     return (
         f"{'HTTP' if tls is None else 'HTTPS'}, {config.scaling.host}, "
@@ -158,7 +159,7 @@ class ApiServer:
             EnvironmentProblem: The port is taken, or the address is not this machine's.
             ConfigError: There is no token, or the address needs encryption.
         """
-        self._tls = config.http.choose_tls(config.scaling.host)
+        self._tls = choose_run_tls(config.http, config.scaling.host)
         endpoint = ApiEndpointFile.from_config(config)
         self._endpoint, self._host = endpoint, config.scaling.host
         self._service, self._put, self._token = service, put, endpoint.open_token()

@@ -57,6 +57,7 @@ from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
 from relax_events.gateway.session_keys import SessionKeys
 from relax_events.gateway.session_media import MediaThreads, SessionMedia
+from relax_events.http.tls import choose_run_tls
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
 from relax_events.secret_handling import read_secret
@@ -133,7 +134,7 @@ class EpisodeEngine(CallEngine):
             token=read_secret(harness.token_file, key="environment.harness.token_file"),
             offers=self._offers,
             call_seconds=call_seconds,
-            tls=self._config.http.choose_tls(harness.host),
+            tls=choose_run_tls(self._config.http, harness.host),
         )
         log.info("gateway.opened", url=server.url)
         return server

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_events.config.http import HttpConfig
 from relax_events.errors import ConfigError
 from relax_events.http.guard import LOOPBACK
+
+RUN_NAMES = "http.certificate_file", "http.key_file", "http.accept_plain = true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,21 @@ def choose_tls(
     raise ConfigError(
         f"on {host or 'all addresses'} tokens would cross the network in clear; set {names[0]} and "
         f"{names[1]}, or {names[2]} where a proxy or a mesh encrypts"
+    )
+
+
+def choose_run_tls(section: HttpConfig, host: str) -> TlsFiles | None:
+    """Return the files for a server of a run on an address; None where it speaks plain HTTP.
+
+    Raises:
+        ConfigError: The address needs encryption, or the files can't be used.
+    """
+    return choose_tls(
+        host,
+        certificate=section.certificate_file,
+        key=section.key_file,
+        accepts_plain=section.accept_plain,
+        names=RUN_NAMES,
     )
 
 

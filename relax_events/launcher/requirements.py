@@ -21,6 +21,7 @@ from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
 from relax_events.gateway.program import resolve_command
 from relax_events.http.server import open_listener
+from relax_events.http.tls import choose_run_tls
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
 from relax_events.model_folder.tensors import read_layouts, require_layouts
@@ -412,7 +413,7 @@ def require_harness_address(config: RunConfig) -> str:
     harness = config.environment.harness
     if not harness.is_served:
         return "none: environment.harness.port = 0"
-    tls = config.http.choose_tls(harness.host)
+    tls = choose_run_tls(config.http, harness.host)
     return f"{'HTTP' if tls is None else 'HTTPS'}, {harness.host}, port {harness.port}"
 
 

@@ -33,7 +33,7 @@ from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session_keys import SessionKeys
 from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, identify_by_token
-from relax_events.http.tls import TlsFiles, choose_tls, open_client_context
+from relax_events.http.tls import TlsFiles, choose_run_tls, choose_tls, open_client_context
 from relax_events.kafka.security.certificates import make_authority, make_broker_certificate
 from relax_events.launcher.requirements import require_harness_address
 from relax_events.projections.scaling import ScaleState
@@ -161,9 +161,9 @@ def test_wrong_files_are_refused_before_anything_is_served(tmp_path: Path, files
     certificate, key = files.tls.certificate, files.tls.key
     for first, second in ((key, certificate), (certificate, tmp_path / "none"), (key, key)):
         with pytest.raises(ConfigError, match="can't be used: "):
-            HttpConfig(certificate_file=first, key_file=second).choose_tls("127.0.0.1")
+            choose_run_tls(HttpConfig(certificate_file=first, key_file=second), "127.0.0.1")
     with pytest.raises(ConfigError, match="belong together, and one is missing"):
-        HttpConfig(certificate_file=certificate).choose_tls("127.0.0.1")
+        choose_run_tls(HttpConfig(certificate_file=certificate), "127.0.0.1")
     with pytest.raises(ConfigError, match=r"engine\.ca = .*can't be used"):
         open_client_context(tmp_path / "none", name="engine.ca")
 

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from relax_events.config import ModelConfig
-from relax_events.engines.transformers import layers as attention
-from relax_events.engines.transformers.direct_model import DirectModel, is_plain
 from relax_events.engines.transformers.kv_cache import RowCache
-from relax_events.engines.transformers.layers import ROW_BLOCK, use_padded_experts
 from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.media.token_layout import MediaLayout
+from relax_events.models import layers as attention
 from relax_events.models.adapter_folder import read_adapter_tensors
 from relax_events.models.adapters import Adapters, published_parameters, replace_version
 from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm
+from relax_events.models.direct_model import DirectModel, is_plain
 from relax_events.models.families import read_family
+from relax_events.models.layers import ROW_BLOCK, use_padded_experts
 from relax_events.models.offload import Offload
 from relax_events.models.routers import Routers, split_rows
 

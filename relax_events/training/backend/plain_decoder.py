@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import scaled_dot_product_attention
 
-from relax_events.engines.transformers.direct_model import Layer, Norm, is_plain
+from relax_events.models.direct_model import Layer, Norm, is_plain
 from relax_events.training.backend.tree_batches import TreeBatches
 from relax_events.training.batch.prefix_tree import PrefixTree
 

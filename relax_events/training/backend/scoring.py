@@ -15,12 +15,12 @@ from jaxtyping import Float32
 from numpy.typing import NDArray
 
 from relax_events.config import ModelConfig
-from relax_events.engines.transformers.layers import use_padded_experts
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import published_parameters
 from relax_events.models.causal_lm import choose_device
+from relax_events.models.layers import use_padded_experts
 from relax_events.models.offload import Offload
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.policy_model import PolicyModel

@@ -10,9 +10,9 @@ from plain_models import write_plain_model
 from structlog.testing import capture_logs
 
 from relax_events.config import ModelConfig
-from relax_events.engines.transformers import direct_model
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.kv_cache import RowCache
+from relax_events.models import direct_model
 from relax_events.weights import Weights
 
 LENGTH = 16

@@ -8,9 +8,9 @@ from torch.nn.functional import softmax
 
 from relax_events.config import SamplingConfig
 from relax_events.engines.requests import SampleState
-from relax_events.engines.transformers.layers import grouped_sdpa, padded_experts
 from relax_events.engines.transformers.rows import RowTable
 from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.models.layers import grouped_sdpa, padded_experts
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])

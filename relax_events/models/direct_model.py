@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.cache_utils import Cache
 
-from relax_events.engines.transformers.layers import grouped_sdpa
+from relax_events.models.layers import grouped_sdpa
 
 PLAIN_MODELS = ("llama", "qwen2", "qwen3")
 """Model types whose layers have the plain form."""
