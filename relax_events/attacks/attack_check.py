@@ -25,7 +25,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class AttackResult:
-    """What became of all attacks on an entry point."""
+    """The outcomes of all attacks on an entry point."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -133,7 +133,7 @@ def attack_this_machine(
 
 @contextmanager
 def _stderr_in_a_file() -> Iterator[Path]:
-    """Keep what attacked parts and their children say out of the terminal."""
+    """Keep the output of attacked parts and their children out of the terminal."""
     descriptor, name = tempfile.mkstemp(prefix="relax-attacks-", suffix=".log")
     terminal = os.dup(STDERR)
     os.dup2(descriptor, STDERR)

@@ -11,7 +11,7 @@ HIGHEST_PLACE = (1 << 32) - 1
 
 
 def metadata_pickles(canary: Path) -> dict[str, bytes]:
-    """Return the pickles by what they try.
+    """Return the pickles by the effect that they try to have.
 
     Args:
         canary: A file that the pickles with code create.

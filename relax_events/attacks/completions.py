@@ -17,7 +17,7 @@ SELF = "__import__('sys')._getframe(1).f_locals['self']"
 
 
 def completion_attacks(canary: Path, *, port: int) -> dict[str, str]:
-    """Return the payloads by what they try.
+    """Return the payloads by the effect that they try to have.
 
     Args:
         canary: A file that does not exist; code in a payload creates it.
@@ -82,7 +82,7 @@ def _python(canary: Path, *, port: int) -> Iterator[tuple[str, str]]:
 
 
 def _sympy(canary: Path) -> dict[str, str]:
-    """Return what sympy's parser evaluates."""
+    """Return texts that sympy's parser evaluates."""
     call = f"open({str(canary)!r}, 'w')"
     return {
         "sympify in a function": f"sin({call!r})",

@@ -36,7 +36,7 @@ def _chat(text: str) -> Reply:
 
 
 def list_replies(port: int) -> dict[str, Reply]:
-    """Return the replies by what they try; each must fail its sample.
+    """Return the replies by the effect that they try to have; each must fail its sample.
 
     Args:
         port: On 127.0.0.1, to which a redirect leads.

@@ -47,7 +47,7 @@ class HttpAttack:
     """A request and its refusal.
 
     Attributes:
-        name: What it tries.
+        name: The effect that it tries to have.
         head: The first bytes.
         body: Yields the pieces that follow, as long as the server takes them.
         statuses: The right answers; `CLOSED` is the end of the connection without one.

@@ -13,7 +13,7 @@ SEND_BUFFER_BYTES = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a server did: its status, whether it closed the connection, and the bytes of the body
+    """A server's answer: its status, whether it closed the connection, and the bytes of the body
     that it or the kernel took.
     """
 

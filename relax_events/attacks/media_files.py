@@ -13,7 +13,7 @@ HUGE_SIDE = 60_000
 
 
 def list_files(path: str, *, port: int) -> dict[str, bytes]:
-    """Return the files by what they try.
+    """Return the files by the effect that they try to have.
 
     Args:
         path: A file of this machine that some of them name.

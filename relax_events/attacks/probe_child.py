@@ -1,4 +1,4 @@
-"""A child process that evaluates what its parent sends, to try what its profile lets it do."""
+"""A child process that evaluates its parent's expressions, to try the limits of its profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an untrusted server of environments could send as an observation, by what it tries."""
+"""Observations that an untrusted server of environments could send, by the effect they try."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Attack:
     """One attack.
 
     Attributes:
-        name: What it tries; unique in its assault.
+        name: The effect that it tries to have; unique in its assault.
         run: Makes it, and returns what it achieved; `HELD` if nothing.
     """
 
@@ -148,7 +148,7 @@ def run_suite(
     """Make the attacks of several assaults side by side.
 
     Args:
-        assaults: What to attack.
+        assaults: The assaults to make.
         num_threads: So many at a time.
         on_outcome: Called for each outcome, in the order of the assaults.
     """

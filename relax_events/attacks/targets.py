@@ -1,4 +1,4 @@
-"""What escapes from a sandbox aim at: files, sockets, processes and shared memory of this account.
+"""Targets of escapes from a sandbox: files, sockets, processes and shared memory of this account.
 
 They are created for the attempts, and nothing else is touched.
 """
@@ -77,7 +77,7 @@ class Targets:
         }
 
     def list_traces(self) -> list[str]:
-        """Return what has reached the canary and the TCP port since the last call; quick."""
+        """Return the traces at the canary and the TCP port since the last call; quick."""
         traces = []
         if self.canary.exists():
             self.canary.unlink()
@@ -90,7 +90,7 @@ class Targets:
             traces.append("CONNECTED to the port")
 
     def list_changes(self) -> list[str]:
-        """Return what has happened to the targets."""
+        """Return the changes to the targets."""
         ended = [name for name, victim in self._victims.items() if victim.poll() is not None]
         files = {path.name for path in self._folder.iterdir()}
         return [

@@ -22,7 +22,7 @@ BOMBS = {
 
 
 def template_codes(canary: Path) -> dict[str, str]:
-    """Return templates that reach for code, by what they try; each must be refused.
+    """Return templates that reach for code, by their means; each must be refused.
 
     Args:
         canary: A file that does not exist; code creates it.

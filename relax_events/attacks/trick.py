@@ -10,7 +10,7 @@ class Trick:
     """A program that must not pass.
 
     Attributes:
-        name: What it tries.
+        name: The effect that it tries to have.
         program: Python source, without the function that the tests need or with a wrong one.
         tests: Tests in a published form.
     """

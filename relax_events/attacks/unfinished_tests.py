@@ -1,4 +1,4 @@
-"""Programs that use what tests leave open: names, helpers, and calls that a test runner makes."""
+"""Programs that use gaps of tests: names, helpers, and calls that a test runner makes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def read_parent(what: str) -> str:
 
 
 def act(what: str) -> Any:
-    """Do what a sample asks for, and return nonsense."""
+    """Do the act that a sample asks for, and return nonsense."""
     match what:
         case "exit":
             os._exit(0)

@@ -192,8 +192,8 @@ class Session:
         return len(path_tokens(continuation.parent)) + len(rendered)
 
     def _describe_excess(self, num_bytes: int) -> str:
-        """Return why texts of so many bytes can't fit the context, whatever the tokenizer makes of
-        them; empty if they may.
+        """Return why texts of so many bytes can't fit the context with any number of tokens; empty
+        if they may fit.
         """
         longest = self.bounds.max_context_tokens * self.renderer.longest_token_bytes
         if num_bytes <= longest:

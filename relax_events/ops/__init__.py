@@ -1,3 +1,3 @@
-"""What operators do to a run's topics and consumer groups: apply, check, lag, purge, reset, export,
+"""Operators' tools for a run's topics and consumer groups: apply, check, lag, purge, reset, export,
 dead letters, security.
 """

@@ -22,7 +22,7 @@ def convert_model(source: Path, target: Path, *, format: str, base: Path | None)
     """Convert a model folder or a distributed checkpoint.
 
     Args:
-        source: What to convert.
+        source: The folder to convert.
         target: The folder to write.
         format: Of the new folder: megatron or hf.
         base: With hf: a model folder of the same architecture.

@@ -115,8 +115,8 @@ def version_bounds(
 def oldest_with_records(
     plan: TopicPlan, published: Iterable[PolicyVersionPublished], begins: Bounds
 ) -> int:
-    """Return the oldest policy version that may have records left: what belongs to older ones alone
-    may go.
+    """Return the oldest policy version that may have records left: data of older versions alone may
+    be deleted.
 
     A version's records are gone where the records of its slot begin at or behind the start of the
     slot's next owner.

@@ -121,7 +121,7 @@ def find_missing_schemas(config: RunConfig, admin: Admin) -> dict[bytes, bytes]:
 
 
 def publish_schemas(config: RunConfig, admin: Admin) -> int:
-    """Publish what `find_missing_schemas` finds; return the number of schemas."""
+    """Publish the schemas that `find_missing_schemas` finds; return their number."""
     missing = find_missing_schemas(config, admin)
     topic = TopicPlan.from_config(config).topic("control.schemas")
     if missing:

@@ -1,5 +1,5 @@
-"""Makes what secures a cluster and the runs on it, and brings it onto the brokers: certificates,
-passwords, rights.
+"""Makes the certificates, passwords and rights of a cluster and the runs on it, and brings them
+onto the brokers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ WORLD_READABLE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What to create again although it exists. New passwords take effect once applied, new
-    certificates once brokers restart.
+    """Whether existing certificates and passwords are created again. New passwords take effect once
+    applied, new certificates once brokers restart.
     """
 
     certificates: bool = False
@@ -58,7 +58,7 @@ def create_folder(
         path: The folder, one for a cluster.
         hosts: Brokers that need a certificate, by the name that clients use.
         lifetime: Of brokers' certificates.
-        renewal: What to create again.
+        renewal: Which existing files to create again.
     Returns:
         The files that were written.
     Raises:
@@ -187,7 +187,7 @@ def build_run_acls(config: RunConfig) -> list[Acl]:
 
 
 def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
-    """Return what `apply_security` would change."""
+    """Return the changes that `apply_security` would make."""
     prefix, folder = build_run_prefix(config.run.id), security_folder(config.broker)
     return PrincipalAdmin(connection).plan_changes(
         prefix, build_run_acls(config), folder.usernames(config.run.id)
@@ -195,7 +195,7 @@ def plan_security(config: RunConfig, connection: Connection) -> SecurityChanges:
 
 
 def plan_removal(run: RunSection, connection: Connection) -> SecurityChanges:
-    """Return what `remove_security` would remove from the cluster: all users and ACLs of the
+    """Return the users and ACLs that `remove_security` would remove from the cluster: all of the
     run.
     """
     return PrincipalAdmin(connection).plan_changes(build_run_prefix(run.id), [], [])

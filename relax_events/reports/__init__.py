@@ -1,1 +1,1 @@
-"""What people look at: the terminal view, the run report, exported samples."""
+"""Views of a run for people: the terminal view, the run report, exported samples."""

@@ -110,7 +110,7 @@ def build_report(
         succeeded: Whether the run's goal was reached.
         reason: Why it ended.
         ended_at: Microseconds since the epoch.
-        total_seconds: See the module's docstring; None where this is the only invocation.
+        total_seconds: See the module's docstring; None if this is the only invocation.
         source: Curves of the parent run.
     """
     steps = state.steps
@@ -193,8 +193,8 @@ def step_curves(steps: Sequence[TrainStepCommitted]) -> dict[str, Any]:
 
 
 def critic_curves(state: RunState) -> dict[str, Any]:
-    """Return the critic's curves, one entry per train step, None where it has not learned from one;
-    nothing without a critic.
+    """Return the critic's curves, one entry per train step, None for a step that it has not learned
+    from; empty without a critic.
     """
     names = dict.fromkeys(name for metrics in state.critic_metrics.values() for name in metrics)
     return {
@@ -212,7 +212,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a metric, or None where JSON can't hold it."""
+    """Return a metric, or None if JSON can't hold it."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -327,6 +327,6 @@ def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
 
 def _exact(hint: Any) -> Any:
     """Return a hint that takes no other value for true or false: `"yes"` or 1 may be a mistake, and
-    a protection hangs on some.
+    a protection depends on some options.
     """
     return StrictBool if hint is bool else hint

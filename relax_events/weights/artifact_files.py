@@ -109,9 +109,7 @@ def _open_files(store: ObjectStore, manifest: WeightManifest, folder: Path) -> S
 
 
 def digest_tensors(tensors: Tensors) -> bytes:
-    """Return what `artifact_writer.weights_digest` returns of the same tensors, reading one at a
-    time.
-    """
+    """Return the same digest as `artifact_writer.weights_digest`, reading one tensor at a time."""
     return combine_digests(
         {
             name: tensor_digest(name, layout.dtype, layout.shape, _values(tensors, name))

@@ -116,7 +116,7 @@ def write_files(
         name = combine_digests({entry.name: entry.digest for entry in hashed}).hex()[:16]
         stored, deltas = (file, set[str]()) if previous is None else _as_deltas(file, previous)
         changed |= deltas
-        if previous is not None and deltas:  # what is written depends on the base as well
+        if previous is not None and deltas:  # the written bytes depend on the base as well
             name += f"-{previous.base.digest.hex()[:16]}"
         key = f"{_folder(policy_version)}{name}.safetensors"
         written.append(store.put_unhashed(key, stored.content))

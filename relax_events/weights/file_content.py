@@ -1,5 +1,5 @@
-"""Lays tensors out as the bytes of a safetensors file, copying each once, from any device: what
-writes a checkpoint or a version needs the memory of one file, and no more.
+"""Lays tensors out as the bytes of a safetensors file, copying each once, from any device: the
+writer of a checkpoint or a version needs the memory of one file, and no more.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def deletable_versions(
 
 
 def reference_versions(newest: int, *, every: int, first_version: int, num_slots: int) -> set[int]:
-    """Return the versions that are the reference of a sample that may still be scored; none where
-    the reference is not refreshed.
+    """Return the versions that are the reference of a sample that may still be scored; none if the
+    reference is not refreshed.
 
     Args:
         newest: The newest version on the log.

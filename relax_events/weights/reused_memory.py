@@ -40,7 +40,7 @@ class ReusedMemory:
             memory = self._free.pop(min(fitting, key=lambda index: len(self._free[index])))
         else:
             memory = np.empty(num_bytes, dtype=np.uint8)
-        lent = memory[:]  # what tensors refer to; `memory` itself outlives them
+        lent = memory[:]  # tensors refer to this view; `memory` itself outlives them
         weakref.finalize(lent, self._returned.append, memory).atexit = False
         return torch.from_numpy(lent)
 

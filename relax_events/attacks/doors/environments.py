@@ -104,7 +104,7 @@ def _open_pool(
     play: Callable[[Any, str, Any], str],
     settings: dict[str, Any],
 ) -> Iterator[Ask]:
-    """Start the children of an environment, and give what plays a turn."""
+    """Start the children of an environment, and yield the function that plays a turn."""
     with (
         tempfile.TemporaryDirectory() as name,
         closing(build(build_attacked_run(Path(name), environment=settings))) as pool,
@@ -146,6 +146,6 @@ def play_session(pool: SessionPool, completion: str, metadata: Any) -> str:
 
 
 open_function = partial(_open_pool, EnvironmentPool, _play)
-"""Starts an environment function, and gives what plays a turn."""
+"""Starts an environment function, and yields the function that plays a turn."""
 open_sessions = partial(_open_pool, SessionPool, play_session)
-"""Starts an environment with sessions, and gives what plays one turn of a new session."""
+"""Starts an environment with sessions, and yields the function that plays a new session's turn."""

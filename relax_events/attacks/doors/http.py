@@ -28,7 +28,7 @@ Serve = Callable[[Path], AbstractContextManager[tuple[str, Target]]]
 
 
 class CallArrived(AssertionError):
-    """A call reached what stands behind a server, although each must be refused before."""
+    """A call reached the application behind a server, although each must be refused before."""
 
 
 def http_assaults() -> Iterator[Assault]:

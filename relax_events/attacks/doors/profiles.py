@@ -103,7 +103,7 @@ def _prepare(profile: Profile, targets: Targets) -> Iterator[list[Attack]]:
 
 
 def evaluate(pool: ChildPool, code: str, names: dict[str, Any]) -> str:
-    """Return what an expression gives in a child, as text; empty if it raises or ends the child."""
+    """Return an expression's value in a child, as text; empty if it raises or ends the child."""
     try:
         head = pool.call({"code": code, "names": names}, seconds=SECONDS).result().head
     except ChildLost:

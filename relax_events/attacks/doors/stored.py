@@ -1,4 +1,4 @@
-"""Hostile exports, records and objects against what reads them."""
+"""Hostile exports, records and objects against their readers."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ READERS: dict[str, Reader] = {
     "download": _read_file,
     "copy_to": _read_stream,
 }
-"""The ways to read an object; each returns what reads the verified bytes."""
+"""The ways to read an object; each returns a function that reads the verified bytes."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
-"""What an export of a run with adapters holds: a folder of adapters, or the base model's tensors
-with the adapters merged in.
+"""Exports of a run with adapters: a folder of adapters, or the base model's tensors with the
+adapters merged in.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an exported folder takes from the base model's folder: its small files, and its licence."""
+"""The files and the licence that an exported folder takes from the base model's folder."""
 
 from __future__ import annotations
 

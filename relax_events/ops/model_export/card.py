@@ -23,7 +23,7 @@ from relax_events.projections.run_state import RunState
 from relax_events.runtime.run_description import digest_config
 
 PRIVATE_SETTINGS = ("model", "data", "objects")
-"""Left out of the settings: paths of one machine, and what has a section of its own."""
+"""Left out of the settings: paths of one machine, and values with a section of their own."""
 MAX_CURVE_ROWS = 20
 CURVE_METRICS = ("reward_mean", "loss", "kl_estimate", "entropy", "completion_tokens_mean")
 LOCAL_FOLDERS = re.compile(r"(?<![\w./])(?:file://)?/(?:[^/\s:,]+/)+")

@@ -224,7 +224,7 @@ def _write_model(
     *,
     report: Report,
 ) -> Sizes:
-    """Write a whole model, with adapters merged in where the version has some."""
+    """Write a whole model, with the adapters merged in if the version has adapters."""
     config = lineage.config
     parameters = read_parameters(config.model.path, config.model)
     if config.model.lora is not None:

@@ -1,6 +1,6 @@
 """Decides which texts of a model a library may evaluate: literals, and for sympy arithmetic.
 
-reasoning-gym calls `eval` and sympy's `parse_expr` on answers. What passes here has no attribute,
+reasoning-gym calls `eval` and sympy's `parse_expr` on answers. An accepted text has no attribute,
 subscript, lambda, comprehension or unknown name, so evaluating it computes a value and does nothing
 else. Numbers are bounded, because Python computes a large power without interruption.
 """
@@ -104,7 +104,7 @@ def _walk(tree: ast.AST) -> Iterator[tuple[ast.AST, int]]:
 
 
 def _num_bits(node: ast.AST) -> float | None:
-    """Accept arithmetic; return at least the bits of its value, None where it has symbols.
+    """Accept arithmetic; return at least the bits of its value, None if it has symbols.
 
     Raises:
         RefusedTextError: It is no arithmetic, or a number in it has too many bits.

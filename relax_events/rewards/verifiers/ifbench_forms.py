@@ -230,7 +230,7 @@ def custom_mcq_count_length(response: str) -> bool:
 
 
 def _length_of_question(question: str) -> int:
-    """Return the length of what stands before the five choices; 0 when there are not five."""
+    """Return the length of the text before the five choices; 0 when there are not five."""
     lines = [line.strip() for line in question.strip().split("\n")]
     choices = [index for index, line in enumerate(lines) if CHOICE.match(line)]
     return len(" ".join(lines[: choices[0]])) if len(choices) == 5 else 0

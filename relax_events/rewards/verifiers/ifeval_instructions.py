@@ -243,7 +243,7 @@ def detectable_format_json_format(response: str) -> bool:
     except (
         ValueError,
         RecursionError,
-    ):  # what nests deeper than Python reads is not taken for JSON
+    ):  # a text nested deeper than Python reads is not taken for JSON
         return False
     return True
 

@@ -161,9 +161,9 @@ def dapo_math(
     """Give 1 for the reference answer behind the last "Answer:" of the last 300 characters, else
     `wrong_reward`.
 
-    Both are compared as text, without units and LaTeX's marks, of several words what stands in a
-    box or between dollar signs: the data's answers are integers. The component `accuracy` is 1 or
-    0.
+    Both are compared as text, without units and LaTeX's marks. Of several words the text in a box
+    or between dollar signs counts: the data's answers are integers. The component `accuracy` is 1
+    or 0.
     """
     is_right = find_answer_line(completion, answer=answer).is_right
     return {"reward": 1.0 if is_right else wrong_reward, "accuracy": float(is_right)}

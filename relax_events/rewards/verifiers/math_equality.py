@@ -121,7 +121,7 @@ def warm_up() -> None:
 
 
 def equals_parsed(parsed: tuple[Any, ...], reference: str) -> bool:
-    """Return whether what math-verify found in a completion (an expression and its text) equals a
+    """Return whether math-verify's result for a completion (an expression and its text) equals a
     reference.
 
     Raises:

@@ -28,10 +28,10 @@ def require_tracing(traces: TracesConfig) -> str:
 
 
 def require_package(what: str) -> None:
-    """Refuse something that needs OpenTelemetry, where it is not installed.
+    """Require OpenTelemetry for a feature.
 
     Raises:
-        ConfigError: It is not; the text names what needs it.
+        ConfigError: OpenTelemetry is not installed; the text names the feature.
     """
     if not _is_installed():
         raise ConfigError(

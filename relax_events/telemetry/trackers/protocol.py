@@ -77,7 +77,7 @@ class Tracker(Protocol):
     """
 
     remembers: bool
-    """Whether the tracker keeps what earlier processes wrote, so that it is not written again."""
+    """Whether the tracker keeps earlier processes' metrics, so that they are not written again."""
 
     def __init__(self, config: RunConfig, memory: DeliveryProgress) -> None:
         """Connect to the tracker, and resume the run if it is known there."""

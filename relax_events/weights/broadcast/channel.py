@@ -44,8 +44,8 @@ class ReceiveBuffer:
 
     @property
     def handle(self) -> dict[str, Any]:
-        """What another process of this user needs to map it. It holds a key: send it only over an
-        authenticated connection, and log it nowhere.
+        """The address by which another process of this user maps it. It holds a key: send it only
+        over an authenticated connection, and log it nowhere.
         """
         return {
             "socket": SERVER.share(self.file),
