@@ -170,19 +170,19 @@ def ratios(ours: Sequence[Result], theirs: Sequence[Result]) -> list[float]:
     ]
 
 
-def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, str]:
+def lay_out_row(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, str]:
     """Sum up a side's rounds of a cell."""
-    own = results[side]
-    rate = statistics.median(one.samples_per_second for one in own)
-    times = ratios(results[OURS], own)
+    rounds = results[side]
+    rate = statistics.median(one.samples_per_second for one in rounds)
+    times = ratios(results[OURS], rounds)
     return {
         "samples are put": cell,
         "side": side,
         "samples/s": f"{rate:,.0f}",
         "MB/s": f"{rate * num_bytes / 1e6:,.1f}",
-        "p50 ms": f"{statistics.median(one.p50_ms for one in own):,.1f}",
-        "p99 ms": f"{statistics.median(one.p99_ms for one in own):,.1f}",
-        "CPU s per 1,000": f"{statistics.median(one.cpu_seconds_per_1000 for one in own):.2f}",
+        "p50 ms": f"{statistics.median(one.p50_ms for one in rounds):,.1f}",
+        "p99 ms": f"{statistics.median(one.p99_ms for one in rounds):,.1f}",
+        "CPU s per 1,000": f"{statistics.median(one.cpu_seconds_per_1000 for one in rounds):.2f}",
         "our rate is": ""
         if side == OURS
         else f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
@@ -191,15 +191,15 @@ def row_of(cell: str, side: str, results: Results, num_bytes: int) -> dict[str, 
 
 def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
     """Lay out the results, a table for each size and one for the losses."""
-    found = {}
+    tables_by_title = {}
     for size, by_cell in measured.cells.items():
         num_bytes = SIZES[size] * BYTES_PER_TOKEN
-        found[f"Samples of {size}"] = [
-            row_of(cell, side, results, num_bytes)
+        tables_by_title[f"Samples of {size}"] = [
+            lay_out_row(cell, side, results, num_bytes)
             for cell, results in by_cell.items()
             for side in results
         ]
-    found["Acknowledged samples lost when something is killed"] = [
+    tables_by_title["Acknowledged samples lost when something is killed"] = [
         {
             "side": side,
             f"consumer killed holding {lost.num_taken} of {lost.num_samples}": str(
@@ -209,7 +209,7 @@ def tables(measured: Measured) -> dict[str, list[dict[str, str]]]:
         }
         for side, lost in measured.losses.items()
     ]
-    return found
+    return tables_by_title
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -33,12 +33,15 @@ def provide(settings: Iterable[str], folder: Path) -> list[str]:
     Raises:
         CalledProcessError: A model could not be made; its output is above.
     """
-    wanted = list(settings)
+    setting_list = list(settings)
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in MAKERS.items():
-        if any(f"{PLACE}/{name}" in setting for setting in wanted) and not (folder / name).exists():
+        if (
+            any(f"{PLACE}/{name}" in setting for setting in setting_list)
+            and not (folder / name).exists()
+        ):
             make(folder / name)
-    return [setting.replace(PLACE, str(folder)) for setting in wanted]
+    return [setting.replace(PLACE, str(folder)) for setting in setting_list]
 
 
 def make_model(path: Path, overrides: Iterable[str] = ()) -> None:
@@ -74,10 +77,10 @@ def make_pairs(path: Path) -> None:
     stream = open_stream(config.data, seed=0)
     rows = [stream[number] for number in range(NUM_PROMPTS)]
     pairs = []
-    for row, given in zip(rows, sampled_responses(config, rows), strict=True):
-        if given.strip() not in ("", row.answer):
+    for row, response in zip(rows, sampled_responses(config, rows), strict=True):
+        if response.strip() not in ("", row.answer):
             prompt = [{"role": message.role, "content": message.text} for message in row.messages]
-            pairs.append({"prompt": prompt, "chosen": row.answer, "rejected": given})
+            pairs.append({"prompt": prompt, "chosen": row.answer, "rejected": response})
     draft = path.with_suffix(".draft")
     draft.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
     draft.rename(path)

@@ -119,7 +119,7 @@ def read_learning_curve(data: Mapping[str, Any], algorithm: str, seed: int) -> L
     return Learnt(algorithm, seed, Curve(steps, rewards))
 
 
-def result_of(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Path:
+def name_result(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Path:
     """Return where a run's report is kept, named by all that it depends on."""
     return folder / f"{algorithm.replace('_', '-')}-{num_steps}-{seed}.json"
 
@@ -131,7 +131,7 @@ def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Lea
     Raises:
         CalledProcessError: The run did not reach its goal, or a model could not be made.
     """
-    result = result_of(algorithm, seed, num_steps, folder)
+    result = name_result(algorithm, seed, num_steps, folder)
     settings = [
         START,
         f"algorithm.name={algorithm}",
@@ -139,25 +139,25 @@ def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Lea
         f"run.num_steps={num_steps}",
         f"run.seed={seed}",
     ]
-    wanted = provide(settings, folder / "materials")
-    if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == wanted:
+    overrides = provide(settings, folder / "materials")
+    if result.exists() and (kept := json.loads(result.read_text()))["overrides"] == overrides:
         return read_learning_curve(kept["report"], algorithm, seed)
     run_folder = folder / result.stem
-    data = quickstart.run(run_folder, result.stem, wanted)
-    result.write_text(json.dumps({"overrides": wanted, "report": data}))
+    data = quickstart.run(run_folder, result.stem, overrides)
+    result.write_text(json.dumps({"overrides": overrides, "report": data}))
     shutil.rmtree(run_folder)
     return read_learning_curve(data, algorithm, seed)
 
 
-def rows_of(learned: Iterable[Learnt]) -> list[dict[str, str]]:
+def lay_out_rows(learned: Iterable[Learnt]) -> list[dict[str, str]]:
     """Write the runs for people, a row for each algorithm."""
     by_name: dict[str, list[Learnt]] = {}
     for one in learned:
         by_name.setdefault(one.algorithm, []).append(one)
-    return [row_of(name, runs) for name, runs in by_name.items()]
+    return [lay_out_row(name, runs) for name, runs in by_name.items()]
 
 
-def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
+def lay_out_row(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
     """Write those of one algorithm."""
     steps = [str(one.num_steps_to_aim or "never") for one in runs]
     settings = ", ".join(
@@ -174,7 +174,7 @@ def row_of(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
     }
 
 
-def conclusion_of(learned: Sequence[Learnt]) -> str:
+def write_conclusion(learned: Sequence[Learnt]) -> str:
     """Say which algorithms learned the task."""
     names = dict.fromkeys(one.algorithm for one in learned)
     slow = sorted({one.algorithm for one in learned if one.num_steps_to_aim is None})
@@ -193,8 +193,8 @@ def publish(
         "curves",
         title="Every algorithm on the quickstart task",
         command=f"python -m benchmarks.curves --steps {num_steps} --seeds {num_seeds}",
-        rows=rows_of(learned),
-        conclusion=conclusion_of(learned),
+        rows=lay_out_rows(learned),
+        conclusion=write_conclusion(learned),
         data=[
             {
                 "algorithm": one.algorithm,
@@ -239,7 +239,7 @@ def main() -> None:
     if learned and not arguments.algorithm:
         publish(learned, num_steps=arguments.steps, num_seeds=arguments.seeds)
     elif learned:
-        print(report.table_of(rows_of(learned)))
+        print(report.lay_out_table(lay_out_rows(learned)))
     if failed:
         raise SystemExit(
             f"no curve of {', '.join(dict.fromkeys(failed))}; its output is above, "

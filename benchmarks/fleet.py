@@ -144,11 +144,11 @@ class RequestRates:
 
     def per_second(self) -> Counter[str]:
         """Return the sum over all clients that have reported twice."""
-        found: Counter[str] = Counter()
+        total_rates: Counter[str] = Counter()
         for rates in self._rates.values():
             for kind, rate in rates.items():
-                found[kind] += rate  # type: ignore[assignment]
-        return found
+                total_rates[kind] += rate  # type: ignore[assignment]
+        return total_rates
 
 
 def make_pattern(num_tokens: int) -> SampleRolledOut:

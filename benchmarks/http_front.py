@@ -80,13 +80,13 @@ def call(port: int, key: str, body: bytes) -> int:
 
 def measure(port: int, key: str, seconds: float) -> list[float]:
     """Return the latencies of calls, one after the other."""
-    body, found = json.dumps(QUESTION).encode(), list[float]()
+    body, latencies = json.dumps(QUESTION).encode(), list[float]()
     stop = time.monotonic() + seconds
     while time.monotonic() < stop:
         began = time.monotonic()
         assert call(port, key, body) == 200
-        found.append(time.monotonic() - began)
-    return found
+        latencies.append(time.monotonic() - began)
+    return latencies
 
 
 def attack_forever(kind: str, port: int, key: str) -> None:

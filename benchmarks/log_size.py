@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import report
-from benchmarks.planes.samples import arrays, copy_of
+from benchmarks.planes.samples import arrays, copy_sample
 from benchmarks.planes.samples import sample as ready_sample
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
@@ -39,7 +39,7 @@ NUM_SAMPLES = 200
 VOCABULARY = 4_000
 
 
-def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
+def make_events(num_tokens: int) -> Iterator[tuple[str, Event]]:
     """Give every event of the samples, and its entity."""
     words = [
         "".join(characters)
@@ -55,7 +55,7 @@ def events_of(num_tokens: int) -> Iterator[tuple[str, Event]]:
         content = arrays(num_tokens, seed=row)
         logprobs = content["rollout_logprobs"]
         ready = dataclasses.replace(
-            copy_of(pattern, row, 0), **content, ref_logprobs=logprobs, actor_logprobs=logprobs
+            copy_sample(pattern, row, 0), **content, ref_logprobs=logprobs, actor_logprobs=logprobs
         )
         text = " ".join(chooser.choices(words, k=num_tokens))
         yield "rollout.samples", _rolled_out(ready, text)
@@ -115,7 +115,7 @@ def bytes_on_disk(
             key=event.prompt_group_id,
             partition=plan.partition(event.prompt_group_id, 0),
         )
-        for entity, event in events_of(num_tokens)
+        for entity, event in make_events(num_tokens)
     )
     producer.close()
     sizes: dict[str, int] = {}
@@ -134,7 +134,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         EmbeddedBroker(Path(folder), has_password=False) as broker,
     ):
-        found = {
+        sizes_by_case = {
             (length, kind): bytes_on_disk(broker, Path(folder), length, kind)
             for length in LENGTHS
             for kind in COMPRESSIONS
@@ -143,14 +143,14 @@ def main() -> None:
         {
             "tokens of a sample": f"{length:,}",
             **{
-                f"{kind}, MB per 1,000 samples": f"{sum(found[length, kind].values()) / NUM_SAMPLES / 1e3:,.1f}"
+                f"{kind}, MB per 1,000 samples": f"{sum(sizes_by_case[length, kind].values()) / NUM_SAMPLES / 1e3:,.1f}"
                 for kind in COMPRESSIONS
             },
-            "bytes a token, none": f"{sum(found[length, 'none'].values()) / NUM_SAMPLES / length:.0f}",
+            "bytes a token, none": f"{sum(sizes_by_case[length, 'none'].values()) / NUM_SAMPLES / length:.0f}",
         }
         for length in LENGTHS
     ]
-    longest = found[LENGTHS[-1], "none"]
+    longest = sizes_by_case[LENGTHS[-1], "none"]
     shares = ", ".join(
         f"{entity} {size / sum(longest.values()):.0%}"
         for entity, size in sorted(longest.items(), key=lambda item: -item[1])
@@ -164,7 +164,7 @@ def main() -> None:
             "`run.retain_versions` bounds it."
         ),
         rows=rows,
-        data={f"{length}, {kind}": sizes for (length, kind), sizes in found.items()},
+        data={f"{length}, {kind}": sizes for (length, kind), sizes in sizes_by_case.items()},
     )
 
 

@@ -7,13 +7,13 @@ import psutil
 BROKER, RUN, DECODER = "broker", "relax run", "decoder"
 
 
-def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
+def read_role(process: psutil.Process, earlier_roles: dict[psutil.Process, str]) -> str:
     """Tell a process's role by its command line; what a worker starts counts to its role, but for
     the decoder of media.
 
     Args:
         process: Of a run.
-        known: Roles of those that were there before.
+        earlier_roles: Roles of the processes that ran before.
     """
     words: list[str] = process.cmdline()
     if "kafka.Kafka" in words:
@@ -22,29 +22,29 @@ def role_of(process: psutil.Process, known: dict[psutil.Process, str]) -> str:
         return DECODER
     if "worker" in words[:-1]:
         return words[words.index("worker") + 1]
-    return known.get(process.parent() or process, RUN)
+    return earlier_roles.get(process.parent() or process, RUN)
 
 
 def roles_below(
-    root: psutil.Process, known: dict[psutil.Process, str]
+    root: psutil.Process, earlier_roles: dict[psutil.Process, str]
 ) -> dict[psutil.Process, str]:
     """Return the roles of a process and of all below it that live, the parents before their
     children.
 
     Args:
         root: The process.
-        known: Keeps them for the next call, but for those of processes that were just forked: they
-            have their parent's command line still.
+        earlier_roles: Keeps the roles for the next call, without processes that were just forked:
+            these still have their parent's command line.
     """
     living, passing = [root, *root.children(recursive=True)], dict[psutil.Process, str]()
     for process in living:
-        if process not in known:
+        if process not in earlier_roles:
             try:
-                kept = passing if is_as_forked(process) else known
-                kept[process] = role_of(process, known | passing)
+                kept = passing if is_as_forked(process) else earlier_roles
+                kept[process] = read_role(process, earlier_roles | passing)
             except psutil.Error:
                 continue
-    roles = known | passing
+    roles = earlier_roles | passing
     return {process: roles[process] for process in living if process in roles}
 
 

@@ -145,7 +145,7 @@ class Timing:
         return cls(**{**fields, "lengths": Lengths(**fields["lengths"])})
 
 
-def timing_of(workload: Workload, *, colocated: bool) -> Timing:
+def build_timing(workload: Workload, *, colocated: bool) -> Timing:
     """Put a workload on its pools. Colocated, the forward passes of reference and actor take their
     turn on the trainer's devices."""
     pools = workload.colocated if colocated else workload.split

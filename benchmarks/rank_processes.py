@@ -68,13 +68,13 @@ def run_ranks(
                     text=True,
                 )
             )
-    found = []
+    results = []
     for process in processes:
         output, _ = process.communicate(timeout=timeout_seconds)
         if process.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-        found.append(json.loads(output.splitlines()[-1]))
-    return found
+        results.append(json.loads(output.splitlines()[-1]))
+    return results
 
 
 def clear_peak() -> None:

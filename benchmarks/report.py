@@ -63,9 +63,13 @@ def write(
         "data": data,
     }
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
-    parts = [f"# {title}", *([question] if question else []), *([table_of(rows)] if rows else [])]
+    parts = [
+        f"# {title}",
+        *([question] if question else []),
+        *([lay_out_table(rows)] if rows else []),
+    ]
     for heading, table in named.items():
-        parts += [f"## {heading}", table_of(table)]
+        parts += [f"## {heading}", lay_out_table(table)]
     if conclusion:
         parts += [*(["## What follows"] if named else []), conclusion]
     parts += [f"Machine: {machine()}. Command: `{command}`."]
@@ -74,7 +78,7 @@ def write(
     print(text)
 
 
-def table_of(rows: Rows) -> str:
+def lay_out_table(rows: Rows) -> str:
     """Lay rows out as a Markdown table; the first row names the columns."""
     heads = list(rows[0])
     body = ["| " + " | ".join(str(row[head]) for head in heads) + " |" for row in rows]

@@ -86,10 +86,10 @@ def used_by(process: psutil.Process) -> Used:
     return Used(times.user, times.system, *switches)
 
 
-def look(root: psutil.Process, step: int, known: dict[psutil.Process, str]) -> Look:
+def look(root: psutil.Process, step: int, earlier_roles: dict[psutil.Process, str]) -> Look:
     """Measure the process and all below it."""
     used = {}
-    for process, role in roles_below(root, known).items():
+    for process, role in roles_below(root, earlier_roles).items():
         try:
             used[process] = role, used_by(process)
         except (psutil.Error, OSError, IndexError):
@@ -123,13 +123,13 @@ def run(checkout: Path, folder: Path, overrides: Sequence[str], num_steps: int) 
         stderr=subprocess.STDOUT,
         text=True,
     )
-    root, known = psutil.Process(process.pid), dict[psutil.Process, str]()
+    root, earlier_roles = psutil.Process(process.pid), dict[psutil.Process, str]()
     looks, printed = list[Look](), list[str]()
     for line in process.stdout or ():
         printed.append(line)
         match = STEP_LINE.match(line)
         if match and FIRST_STEADY_STEP <= int(match[1]) < num_steps - 2:
-            looks = [*looks[:1], look(root, int(match[1]), known)]
+            looks = [*looks[:1], look(root, int(match[1]), earlier_roles)]
     if process.wait() or len(looks) < 2:
         raise SystemExit(f"no steady steps were seen; the run said:\n{''.join(printed)[-2000:]}")
     return between(*looks)
@@ -221,7 +221,9 @@ def main() -> None:
     arguments = parser.parse_args()
     load, here = os.getloadavg()[0], Path(__file__).parents[1]
     checkouts = [here, *([arguments.before.resolve()] if arguments.before else [])]
-    found: dict[Path, dict[str, list[Steady]]] = {one: defaultdict(list) for one in checkouts}
+    rounds_by_checkout: dict[Path, dict[str, list[Steady]]] = {
+        one: defaultdict(list) for one in checkouts
+    }
     with tempfile.TemporaryDirectory(prefix="relax-stages-") as folder:
         for number in range(arguments.rounds):
             for name in arguments.setting or SETTINGS:
@@ -232,10 +234,13 @@ def main() -> None:
                         [f"run.id=stages-{uuid4().hex[:6]}", *SETTINGS[name]],
                         arguments.steps,
                     )
-                    found[checkout][name].append(steady)
+                    rounds_by_checkout[checkout][name].append(steady)
                     taken = f"{milliseconds(steady.total):.2f} ms a sample"
                     print(f"{checkout.name}, {name}: {taken}, {steady.rate:.0f}/s", file=sys.stderr)
-    after, before = found[here], found[checkouts[1]] if arguments.before else {}
+    after, before = (
+        rounds_by_checkout[here],
+        rounds_by_checkout[checkouts[1]] if arguments.before else {},
+    )
     report.write(
         "stages",
         title="What each stage of the quickstart costs",

@@ -26,7 +26,7 @@ def main(repeats: int = 3) -> None:
                 measured[side].append(
                     run(Path(folder), f"{side}-{seed}", [*overrides, f"run.seed={seed}"])
                 )
-    rows = [row_of(side, runs) for side, runs in measured.items()]
+    rows = [lay_out_row(side, runs) for side, runs in measured.items()]
     ratios = [
         one["step_seconds"] / other["step_seconds"]
         for one, other in zip(measured["sync"], measured["async"], strict=True)
@@ -62,7 +62,7 @@ def run(folder: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def row_of(side: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+def lay_out_row(side: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Sum up the runs of one side."""
 
     def median(key: str) -> float:

@@ -72,9 +72,9 @@ class ThreeBrokers:
                 overrides=REPLICATED | SESSIONS | dict(properties or {}),
                 heap_mib=heap_mib,
             )
-            own = f"node.id={index + 1}\ncontroller.quorum.voters={voters}\n"
+            node_settings = f"node.id={index + 1}\ncontroller.quorum.voters={voters}\n"
             # the last one of a key counts
-            (folder / "server.properties").write_text(text + own)
+            (folder / "server.properties").write_text(text + node_settings)
 
     @property
     def bootstrap_servers(self) -> str:
@@ -139,11 +139,11 @@ class ThreeBrokers:
 
 def _established(ports: list[int]) -> Counter[int]:
     """Count the open connections that these ports accepted."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for name in ("tcp", "tcp6"):
         path = Path("/proc/net") / name
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
             words = line.split()
             if words[3] == "01":
-                found[int(words[1].rpartition(":")[2], 16)] += 1
-    return Counter({port: found[port] for port in ports})
+                counts[int(words[1].rpartition(":")[2], 16)] += 1
+    return Counter({port: counts[port] for port in ports})

@@ -114,15 +114,15 @@ class TimedEngine:
         self._advance()
         limit = min(request.sampling.max_new_tokens, room)
         for sample in request.samples:
-            wanted = self._timing.lengths.record_tokens(sample.seed)
-            stops = wanted < limit and bool(request.stop_token_ids)
+            num_tokens = self._timing.lengths.record_tokens(sample.seed)
+            stops = num_tokens < limit and bool(request.stop_token_ids)
             stop_token_id = request.stop_token_ids[0] if stops else None
             segments = list(sample.segments)
             self._waiting.append(
                 TimedSample(
                     sample,
                     request.prompt_group_id,
-                    min(wanted, limit),
+                    min(num_tokens, limit),
                     stop_token_id,
                     segments=segments,
                 )
@@ -151,18 +151,18 @@ class TimedEngine:
         """Abort samples and return them with their tokens so far."""
         self._advance()
         everyone = [*(sample for _, _, sample in self._running), *self._waiting]
-        wanted = [
+        aborted_samples = [
             sample
             for sample in everyone
             if sample_ids is None or sample.request.sample_id in sample_ids
         ]
         ended = [
             self._ended(sample, self._num_generated(sample), FinishReason.ABORT)
-            for sample in wanted
+            for sample in aborted_samples
         ]
-        self._running = [item for item in self._running if item[2] not in wanted]
+        self._running = [item for item in self._running if item[2] not in aborted_samples]
         heapq.heapify(self._running)
-        self._waiting = deque(sample for sample in self._waiting if sample not in wanted)
+        self._waiting = deque(sample for sample in self._waiting if sample not in aborted_samples)
         self._join()
         return ended
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from benchmarks.profiles import Mode, Timing, Workload, timing_of
+from benchmarks.profiles import Mode, Timing, Workload, build_timing
 from benchmarks.timeline import Timeline
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.embedded import EmbeddedBroker
@@ -82,7 +82,7 @@ class TimedRun:
         """Prepare the run's files."""
         self.stage, self.workload, self.mode = stage, workload, mode
         self.run_id = f"{workload.name}-{uuid4().hex[:6]}"
-        self.timing: Timing = timing_of(workload, colocated=mode.colocated)
+        self.timing: Timing = build_timing(workload, colocated=mode.colocated)
         self._model = stage.folder / f"model-{self.run_id}"
         shutil.copytree(stage.folder / "model", self._model)
         self.timing.write(self._model)

@@ -108,7 +108,7 @@ def run_config(model: Path, setting: Setting) -> RunConfig:
     )
 
 
-def samples_of(step: int) -> list[SampleReady]:
+def make_samples(step: int) -> list[SampleReady]:
     """Generate a step's samples, the same for all layouts."""
     generator = np.random.default_rng(step)
     samples = []
@@ -136,7 +136,7 @@ def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
     clear_peak()
     speeds = []
     for step in range(NUM_STEPS + 1):  # the first one allocates every buffer
-        samples = samples_of(step)
+        samples = make_samples(step)
         groups = [samples[first : first + 2] for first in range(0, NUM_SAMPLES, 2)]
         started = time.perf_counter()
         for group in groups[ranks.at.data :: ranks.topology.data]:
@@ -149,16 +149,16 @@ def train(model: Path, setting: Setting, ranks: Ranks) -> dict[str, float]:
 
 def measure(folder: Path, setting: Setting) -> dict[str, float]:
     """Run a setting, each rank in a process of its own."""
-    found = run_ranks(
+    results = run_ranks(
         "benchmarks.trainer_layouts",
         ["--model", str(folder / setting.family), "--setting", str(SETTINGS.index(setting))],
         num_ranks=setting.ranks,
         timeout_seconds=SETTING_SECONDS,
     )
-    print(setting.name, found, file=sys.stderr, flush=True)
+    print(setting.name, results, file=sys.stderr, flush=True)
     return {
-        "speed": min(one["speed"] for one in found),
-        "bytes": max(one["bytes"] for one in found),
+        "speed": min(one["speed"] for one in results),
+        "bytes": max(one["bytes"] for one in results),
     }
 
 
@@ -167,14 +167,14 @@ def lay_out(rounds: list[list[dict[str, float]]]) -> list[dict[str, str]]:
     rows = []
     for index, setting in enumerate(SETTINGS):
         first = next(at for at, one in enumerate(SETTINGS) if one.family == setting.family)
-        speeds = [found[index]["speed"] for found in rounds]
-        ratios = [found[index]["speed"] / found[first]["speed"] for found in rounds]
+        speeds = [results[index]["speed"] for results in rounds]
+        ratios = [results[index]["speed"] / results[first]["speed"] for results in rounds]
         rows.append(
             {
                 "layout": setting.name,
                 "tokens a second": f"{median(speeds):,.0f}",
                 "of one rank's": f"{median(ratios):.2f}",
-                "memory, GB": f"{median(found[index]['bytes'] for found in rounds) / 1e9:.2f}",
+                "memory, GB": f"{median(results[index]['bytes'] for results in rounds) / 1e9:.2f}",
             }
         )
     return rows
@@ -188,12 +188,12 @@ def main() -> None:
     parser.add_argument("rounds", type=int, nargs="?", default=5)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--setting", type=int, help="train this one in this process")
-    given = parser.parse_args()
-    if given.setting is not None:
-        setting = SETTINGS[given.setting]
+    arguments = parser.parse_args()
+    if arguments.setting is not None:
+        setting = SETTINGS[arguments.setting]
         train_as_rank(
-            partial(train, given.model, setting),
-            run_config(given.model, setting).trainer.topology,
+            partial(train, arguments.model, setting),
+            run_config(arguments.model, setting).trainer.topology,
             num_ranks=setting.ranks,
             timeout_seconds=SETTING_SECONDS,
         )
@@ -202,12 +202,12 @@ def main() -> None:
         for family in FAMILIES:
             make_model(Path(name), family)
         rounds = [
-            [measure(Path(name), setting) for setting in SETTINGS] for _ in range(given.rounds)
+            [measure(Path(name), setting) for setting in SETTINGS] for _ in range(arguments.rounds)
         ]
     report.write(
         "trainer-layouts",
         title="Layouts of a trainer: tokens a second and memory",
-        command=f"python -m benchmarks.trainer_layouts {given.rounds}",
+        command=f"python -m benchmarks.trainer_layouts {arguments.rounds}",
         rows=lay_out(rounds),
         data=rounds,
     )

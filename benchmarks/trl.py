@@ -49,7 +49,7 @@ class Task:
     @property
     def slug(self) -> str:
         """The name as part of a path and of a run's id."""
-        return slug_of(self.name)
+        return make_slug(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class Side:
     @property
     def slug(self) -> str:
         """The name as part of the id of a run, which is always ours."""
-        return slug_of(self.name).removeprefix("ours-")
+        return make_slug(self.name).removeprefix("ours-")
 
 
-def slug_of(name: str) -> str:
+def make_slug(name: str) -> str:
     """Write a name as part of a path and of a run's id."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())
 
@@ -127,20 +127,20 @@ TASKS = (
 have 50 to 54. Both train a model twice as wide and deep as the quickstart's."""
 
 
-def overrides_of(task: Task, side: Side, seed: int) -> list[str]:
+def list_overrides(task: Task, side: Side, seed: int) -> list[str]:
     """Return all that differs from the task's run file."""
     return [*OBJECTIVE, *side.overrides, f"run.num_steps={task.num_steps}", f"run.seed={seed}"]
 
 
 def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     """Run the task by `relax run`."""
-    found = quickstart.run(
+    run_report = quickstart.run(
         folder,
         f"{task.slug}-{side.slug}-{seed}",
-        overrides_of(task, side, seed),
+        list_overrides(task, side, seed),
         run_file=task.run_file,
     )
-    curves = found["curves"]
+    curves = run_report["curves"]
     return Outcome(
         step_seconds=curves["step_seconds"],
         rewards=curves["reward_mean"],
@@ -149,9 +149,9 @@ def run_ours(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
             name: statistics.mean(seconds[FIRST_STEADY_STEP:])
             for name, seconds in curves["phase_seconds"].items()
         },
-        wall_seconds=found["wall_seconds"],
-        samples_per_step=found["config"]["run"]["prompts_per_step"]
-        * found["config"]["run"]["samples_per_prompt"],
+        wall_seconds=run_report["wall_seconds"],
+        samples_per_step=run_report["config"]["run"]["prompts_per_step"]
+        * run_report["config"]["run"]["samples_per_prompt"],
     )
 
 
@@ -159,7 +159,7 @@ def run_trl(folder: Path, task: Task, side: Side, seed: int) -> Outcome:
     """Run the task by TRL, in a process of its own environment."""
     config = load_run_config(
         task.run_file,
-        [f"model.path={folder / 'model'}", *overrides_of(task, side, seed)],
+        [f"model.path={folder / 'model'}", *list_overrides(task, side, seed)],
         environment={},
     )
     run_file, result = folder / "trl-run.json", folder / "trl-result.json"
@@ -228,16 +228,16 @@ def measure(folder: Path, task: Task, sides: Sequence[Side], num_rounds: int) ->
     return outcomes
 
 
-def rate_of(outcomes: Sequence[Outcome]) -> float:
+def compute_rate(outcomes: Sequence[Outcome]) -> float:
     """Return the median throughput of a side."""
     return statistics.median(outcome.completions_per_second for outcome in outcomes)
 
 
-def best_of(outcomes: Outcomes, kind: str, sides: Sequence[Side] = SIDES) -> str:
+def find_best(outcomes: Outcomes, kind: str, sides: Sequence[Side] = SIDES) -> str:
     """Return the fastest side of a kind."""
     return max(
         (side.name for side in sides if side.kind == kind and side.name in outcomes),
-        key=lambda name: rate_of(outcomes[name]),
+        key=lambda name: compute_rate(outcomes[name]),
     )
 
 
@@ -247,25 +247,25 @@ def ratios(outcomes: Outcomes, side: str, other: str) -> list[float]:
     return [mine.completions_per_second / theirs.completions_per_second for mine, theirs in pairs]
 
 
-def row_of(outcomes: Outcomes, side: str) -> dict[str, str]:
+def lay_out_row(outcomes: Outcomes, side: str) -> dict[str, str]:
     """Sum up a side's runs."""
-    own = outcomes[side]
-    times = ratios(outcomes, side, best_of(outcomes, "trl"))
-    reached = [outcome.seconds_to_reward for outcome in own]
+    side_outcomes = outcomes[side]
+    times = ratios(outcomes, side, find_best(outcomes, "trl"))
+    reached = [outcome.seconds_to_reward for outcome in side_outcomes]
     seconds = [value for value in reached if value is not None]
     return {
         "side": side,
-        "completions/s": f"{rate_of(own):,.0f}",
+        "completions/s": f"{compute_rate(side_outcomes):,.0f}",
         "compared with TRL's best": f"{statistics.median(times):.2f}x ({min(times):.2f} to {max(times):.2f})",
-        "ms a step": f"{1000 * statistics.median(second for outcome in own for second in outcome.step_seconds[FIRST_STEADY_STEP:]):.0f}",
-        "tokens a completion": f"{statistics.mean(statistics.mean(outcome.completion_tokens) for outcome in own):.1f}",
+        "ms a step": f"{1000 * statistics.median(second for outcome in side_outcomes for second in outcome.step_seconds[FIRST_STEADY_STEP:]):.0f}",
+        "tokens a completion": f"{statistics.mean(statistics.mean(outcome.completion_tokens) for outcome in side_outcomes):.1f}",
         f"seconds to reward {REWARD_AIM:g}": f"{statistics.median(seconds):.1f}"
         if len(seconds) == len(reached)
-        else f"in {len(seconds)} of {len(own)}",
-        f"reward of the last {NUM_LAST_STEPS} steps": f"{statistics.median(outcome.last_reward for outcome in own):.3f}",
-        "start and end, s": f"{statistics.median(outcome.wall_seconds - sum(outcome.step_seconds) for outcome in own):.1f}",
+        else f"in {len(seconds)} of {len(side_outcomes)}",
+        f"reward of the last {NUM_LAST_STEPS} steps": f"{statistics.median(outcome.last_reward for outcome in side_outcomes):.3f}",
+        "start and end, s": f"{statistics.median(outcome.wall_seconds - sum(outcome.step_seconds) for outcome in side_outcomes):.1f}",
         "a step by its parts, ms": ", ".join(
-            f"{name} {1000 * second:.0f}" for name, second in mean_parts(own).items()
+            f"{name} {1000 * second:.0f}" for name, second in mean_parts(side_outcomes).items()
         ),
     }
 
@@ -286,7 +286,7 @@ def publish(task: Task, outcomes: Outcomes, folder: Path = report.FOLDER) -> Non
         f"trl-{task.slug}",
         title=f"Whole runs compared with TRL {environment.pinned('trl', 'trl')}: {task.name}",
         command=f"python -m benchmarks.trl --task '{task.name}' --rounds {num_rounds}",
-        rows=[row_of(outcomes, side) for side in outcomes],
+        rows=[lay_out_row(outcomes, side) for side in outcomes],
         data={side: [asdict(one) for one in runs] for side, runs in outcomes.items()},
         folder=folder,
     )
@@ -322,7 +322,10 @@ def main() -> None:
         for task in tasks:
             outcomes = measure(Path(folder) / task.slug, task, SIDES, num_rounds)
             if arguments.quick:
-                print(report.table_of([row_of(outcomes, side.name) for side in SIDES]), flush=True)
+                print(
+                    report.lay_out_table([lay_out_row(outcomes, side.name) for side in SIDES]),
+                    flush=True,
+                )
             else:
                 publish(task, outcomes)
 

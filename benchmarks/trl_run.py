@@ -159,24 +159,24 @@ def settings(config: RunConfig, folder: Path) -> GRPOConfig:
     )
 
 
-def trainer_of(config: RunConfig, recorder: Recorder, folder: Path) -> TimedTrainer:
+def build_trainer(config: RunConfig, recorder: Recorder, folder: Path) -> TimedTrainer:
     """Put together TRL's trainer with our model, optimizer settings and schedule."""
-    own = config.trainer
+    section = config.trainer
     model = AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.float32, attn_implementation=config.model.attention
     )
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=1.0,
-        betas=own.betas,
-        eps=own.eps,
-        weight_decay=own.weight_decay,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
         fused=True,
     )
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: compute_scheduled_learning_rate(
-            own, step=step, num_steps=config.run.num_steps
+            section, step=step, num_steps=config.run.num_steps
         ),
     )
     trainer = TimedTrainer(
@@ -195,7 +195,7 @@ def trainer_of(config: RunConfig, recorder: Recorder, folder: Path) -> TimedTrai
 def main(run_file: Path, result: Path) -> None:
     """Train, and write what was measured."""
     config, recorder = load_run_config(run_file), Recorder()
-    trainer_of(config, recorder, result.parent / "trl").train()
+    build_trainer(config, recorder, result.parent / "trl").train()
     measured = {
         "step_seconds": recorder.step_seconds,
         "parts": recorder.parts,

@@ -45,7 +45,7 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def tensors_of(seed: int) -> dict[str, Tensor]:
+def make_tensors(seed: int) -> dict[str, Tensor]:
     """Make the weights of a transformer without its head."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -182,7 +182,7 @@ def ways(
 def measure_ways(num_rounds: int) -> tuple[int, dict[str, list[float]]]:
     """Send versions by every way in turn; return their bytes, and the seconds by way. A first round
     warms up."""
-    tensors = tensors_of(0)
+    tensors = make_tensors(0)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         functions = ways(stack, tensors, Path(folder))
         rounds = [

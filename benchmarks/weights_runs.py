@@ -49,7 +49,7 @@ class WeightsRun(TimedRun):
 
     def served_seconds(self) -> list[float]:
         """Return, for each version and engine, how long after its publication the engine had it."""
-        published, found = self.timeline().published, []
+        published, delays = self.timeline().published, []
         for path in (self.stage.folder / "runs" / self.run_id / "logs").glob("rollout-*.log"):
             lines = [
                 orjson.loads(line) for line in path.read_text().splitlines() if line.startswith("{")
@@ -59,12 +59,12 @@ class WeightsRun(TimedRun):
                 for line in lines
                 if line["event"] == "weights.loaded" and line["policy_version"] >= MODE.first_step
             ]
-            found += [
+            delays += [
                 datetime.fromisoformat(line["timestamp"]).timestamp()
                 - published[line["policy_version"]]
                 for line in loads
             ]
-        return found
+        return delays
 
 
 def measure(stage: Stage, side: str) -> dict[str, Any]:

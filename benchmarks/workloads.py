@@ -62,13 +62,13 @@ def bound_seconds(run: TimedRun) -> float:
     return (published[-1] - published[mode.first_step]) / (mode.num_steps - mode.first_step)
 
 
-def rows_of(measured: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+def lay_out_rows(measured: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Write the metrics of every run for people."""
     colocated = {one["workload"]: one for one in measured if one["mode"] == "colocate"}
-    return [row_of(one, colocated[one["workload"]]) for one in measured]
+    return [lay_out_row(one, colocated[one["workload"]]) for one in measured]
 
 
-def row_of(one: dict[str, Any], colocated: dict[str, Any]) -> dict[str, str]:
+def lay_out_row(one: dict[str, Any], colocated: dict[str, Any]) -> dict[str, str]:
     """Write those of one."""
     paper = WORKLOADS[one["workload"]].paper_step_seconds
     step = paper.get(one["mode"])
@@ -144,7 +144,7 @@ def main() -> None:
             "workloads",
             title="The paper's workloads",
             command="python -m benchmarks.workloads",
-            rows=rows_of(measured),
+            rows=lay_out_rows(measured),
             data=measured,
         )
 

@@ -71,29 +71,29 @@ def find_references(schema: Any) -> set[str]:
         return set().union(*map(find_references, schema)) if schema else set()
     if not isinstance(schema, dict):
         return set()
-    own = {schema["$ref"].rpartition("/")[2]} if isinstance(schema.get("$ref"), str) else set()
-    return own.union(*map(find_references, schema.values()))
+    names = {schema["$ref"].rpartition("/")[2]} if isinstance(schema.get("$ref"), str) else set()
+    return names.union(*map(find_references, schema.values()))
 
 
 def read_kubernetes(document: dict[str, Any]) -> dict[str, Any]:
     """Return the schemas of `KINDS` and of all that they refer to."""
-    known = document["definitions"]
+    schemas = document["definitions"]
     names = {
         f"{group['group']}/{group['version']}".lstrip("/") + f" {group['kind']}": name
-        for name, schema in known.items()
+        for name, schema in schemas.items()
         for group in schema.get("x-kubernetes-group-version-kind", [])
     }
     kinds = {
         f"{version} {kind}": names[f"{version} {kind}"]
-        for version, found in KINDS.items()
-        for kind in found
+        for version, kind_names in KINDS.items()
+        for kind in kind_names
     }
-    wanted, definitions = [*kinds.values(), POD_TEMPLATE], {}
-    while wanted:
-        name = wanted.pop()
+    pending, definitions = [*kinds.values(), POD_TEMPLATE], {}
+    while pending:
+        name = pending.pop()
         if name not in definitions:
-            definitions[name] = strip(known[name])
-            wanted += find_references(definitions[name])
+            definitions[name] = strip(schemas[name])
+            pending += find_references(definitions[name])
     return {
         "kinds": {kind: {"$ref": f"#/definitions/{name}"} for kind, name in kinds.items()},
         "definitions": definitions,
@@ -121,15 +121,15 @@ def main() -> None:
     parser.add_argument("document", type=Path)
     parser.add_argument("resources", type=Path)
     arguments = parser.parse_args()
-    found = read_kubernetes(json.loads(arguments.document.read_text()))
+    schemas = read_kubernetes(json.loads(arguments.document.read_text()))
     for name in RESOURCES:
         (path,) = arguments.resources.glob(f"{name}.yaml*")
         text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         for definition in yaml.safe_load_all(text):
             if definition:
                 kind, schema = read_resource(definition)
-                found["kinds"][kind] = schema
-    SCHEMAS.write_text(json.dumps(found, separators=(",", ":"), sort_keys=True) + "\n")
+                schemas["kinds"][kind] = schema
+    SCHEMAS.write_text(json.dumps(schemas, separators=(",", ":"), sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

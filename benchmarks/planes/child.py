@@ -41,14 +41,14 @@ class Child:
         """Put samples into the open channel; answer with when the first was put (monotonic seconds)
         and how long all took."""
         assert self._writer is not None
-        wanted = Cell(**cell)
+        cell_settings = Cell(**cell)
         if (prepare := getattr(self._writer, "prepare", None)) is not None:
-            prepare(wanted.batch)
+            prepare(cell_settings.batch)
         started = time.monotonic()
-        if wanted.is_streaming:
+        if cell_settings.is_streaming:
             self._writer.stream(num_samples)
         else:
-            put(self._writer, wanted, num_samples)
+            put(self._writer, cell_settings, num_samples)
         self.answer(started=started, seconds=time.monotonic() - started)
 
     def drop(self) -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.planes.protocol import UNDER_WAY, Got
-from benchmarks.planes.samples import copy_of, sample
+from benchmarks.planes.samples import copy_sample, sample
 from relax_events.config import BrokerConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import now_micros
@@ -28,7 +28,7 @@ ENTITY = "advantage.samples"
 ASSIGNED_SECONDS = 30.0
 
 
-def plan_of(channel: str) -> TopicPlan:
+def build_plan(channel: str) -> TopicPlan:
     """Return the plan of a run with default settings, named by the channel."""
     broker = BrokerConfig()
     return TopicPlan(
@@ -42,7 +42,7 @@ def plan_of(channel: str) -> TopicPlan:
 
 
 @cache
-def producer_of(address: str) -> RecordProducer:
+def open_producer(address: str) -> RecordProducer:
     """Return this process's producer, which is connected for as long as it lives, as a worker's is:
     a new one's first write takes half a second."""
     return RecordProducer(
@@ -55,11 +55,15 @@ class KafkaWriter:
     group and version."""
 
     def __init__(self, address: str, channel: str, num_tokens: int) -> None:
-        self._plan, self._codec, self._pattern = plan_of(channel), EventCodec(), sample(num_tokens)
+        self._plan, self._codec, self._pattern = (
+            build_plan(channel),
+            EventCodec(),
+            sample(num_tokens),
+        )
         self._topic = self._plan.topic(ENTITY)
         self._admin = Admin(Connection(address, client_id=f"{channel}.writer"))
         self._admin.create([spec for spec in self._plan.specs() if spec.name == self._topic])
-        self._producer = producer_of(address)
+        self._producer = open_producer(address)
 
     def put(self, rows: Sequence[int], ready_at: int) -> None:
         """See `Writer.put`."""
@@ -81,7 +85,7 @@ class KafkaWriter:
         return (self._record(row, ready_at) for row in rows)
 
     def _record(self, row: int, ready_at: int) -> ProducerRecord:
-        event = copy_of(self._pattern, row, ready_at)
+        event = copy_sample(self._pattern, row, ready_at)
         partition = self._plan.partition(event.prompt_group_id, event.policy_version)
         headers = {POLICY_VERSION_HEADER: str(event.policy_version)}
         return ProducerRecord(
@@ -101,7 +105,10 @@ class KafkaReader:
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:
         self._codec = EventCodec()
-        plan, connection = plan_of(channel), Connection(address, client_id=f"{channel}.{consumer}")
+        plan, connection = (
+            build_plan(channel),
+            Connection(address, client_id=f"{channel}.{consumer}"),
+        )
         self._early: list[Record] = []
         self._consumer = SubscribedConsumer(
             connection,

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from benchmarks.planes.protocol import UNDER_WAY, Got
-from benchmarks.planes.samples import copy_of, sample
+from benchmarks.planes.samples import copy_sample, sample
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import now_micros
 from relax_events.events.sample_columns import split_samples
@@ -19,7 +19,7 @@ FIELD = b"sample"
 MEMBER = "reader"
 
 
-def client_of(address: str) -> Any:
+def open_client(address: str) -> Any:
     """Return a client; replies stay bytes."""
     host, port = address.split(":")
     return redis.Redis(host=host, port=int(port), socket_timeout=60)
@@ -29,7 +29,7 @@ class RedisWriter:
     """Adds samples to a stream: one command a sample, in one pipeline a batch."""
 
     def __init__(self, address: str, channel: str, num_tokens: int) -> None:
-        self._client, self._channel = client_of(address), channel
+        self._client, self._channel = open_client(address), channel
         self._codec, self._pattern = EventCodec(), sample(num_tokens)
 
     def put(self, rows: Sequence[int], ready_at: int) -> None:
@@ -47,7 +47,8 @@ class RedisWriter:
         pipeline = self._client.pipeline(transaction=False)
         for row, ready_at in samples:
             pipeline.xadd(
-                self._channel, {FIELD: self._codec.encode(copy_of(self._pattern, row, ready_at))}
+                self._channel,
+                {FIELD: self._codec.encode(copy_sample(self._pattern, row, ready_at))},
             )
         pipeline.execute()
 
@@ -63,7 +64,7 @@ class RedisReader:
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:
         self._client, self._channel, self._group, self._codec = (
-            client_of(address),
+            open_client(address),
             channel,
             consumer,
             EventCodec(),
@@ -85,14 +86,14 @@ class RedisReader:
         entries, self._claimed = self._claimed[:max_samples], self._claimed[max_samples:]
         if entries:
             return entries
-        found = self._client.xreadgroup(
+        streams = self._client.xreadgroup(
             self._group,
             MEMBER,
             {self._channel: ">"},
             count=max_samples,
             block=int(timeout_seconds * 1000),
         )
-        return found[0][1] if found else []
+        return streams[0][1] if streams else []
 
     def get(self, max_samples: int, *, timeout_seconds: float) -> list[Got]:
         """See `Reader.get`."""

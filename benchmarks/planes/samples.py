@@ -38,7 +38,7 @@ def sample(num_tokens: int) -> SampleReady:
     return dataclasses.replace(pattern, reward=1.0)
 
 
-def copy_of(pattern: SampleReady, row: int, ready_at: int) -> SampleReady:
+def copy_sample(pattern: SampleReady, row: int, ready_at: int) -> SampleReady:
     """Return the sample of a row, put at `ready_at` (microseconds since the epoch)."""
     group_index, sample_index = divmod(row, SAMPLES_PER_PROMPT)
     group_id = f"000000-{group_index:04d}-0"

@@ -43,7 +43,7 @@ def outcomes(
 def test_overrides_of_each_side_give_a_valid_run_config(task: trl.Task, side: trl.Side) -> None:
     run_id = f"run.id={task.slug}-{side.slug}-0"
     config = load_run_config(
-        task.run_file, [run_id, *trl.overrides_of(task, side, seed=1)], environment={}
+        task.run_file, [run_id, *trl.list_overrides(task, side, seed=1)], environment={}
     )
     assert (config.run.num_steps, config.run.seed) == (task.num_steps, 1)
     assert config.algorithm.kl_coefficient == 0
