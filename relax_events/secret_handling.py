@@ -71,7 +71,7 @@ def hide(secret: str) -> None:
 def redact(text: str) -> str:
     """Return a text without registered secrets."""
     with _lock:
-        found = [secret for secret in _secrets if secret in text]
-    for secret in sorted(found, key=len, reverse=True):
+        secrets = [secret for secret in _secrets if secret in text]
+    for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return text
