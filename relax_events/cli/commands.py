@@ -16,7 +16,7 @@ COMMANDS = {
         "Write a commented run file from a model's folder and a dataset.",
     ),
     "examples": (
-        "relax_events.cli.examples:examples",
+        "relax_events.cli.init:examples",
         "Write the run files that the package brings, the quickstart's among them.",
     ),
     "doctor": (
@@ -32,7 +32,7 @@ COMMANDS = {
         "Run one worker of a role: what a container, a unit file or a shell starts.",
     ),
     "gateway": (
-        "relax_events.cli.gateway:gateway",
+        "relax_events.cli.run:gateway",
         "Serve sessions on a run to harnesses that people start.",
     ),
     "status": (

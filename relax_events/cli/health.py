@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
+    from relax_events.cli.parameters import BrokerOptions
     from relax_events.events.types import WorkerHeartbeat
 
 VARIABLE = "RELAX_TELEMETRY__METRICS_PORT"
@@ -47,7 +48,12 @@ def health(
         output: Of a run, a table to read, or JSON for programs.
     """
     if run:
-        _show_workers(run, config, bootstrap_servers, directory, ready=ready, output=output)
+        from relax_events.cli.parameters import BrokerOptions
+
+        broker = BrokerOptions(
+            config=config, bootstrap_servers=bootstrap_servers, directory=directory
+        )
+        _show_workers(run, broker, ready=ready, output=output)
         return
     port = port or int(os.environ.get(VARIABLE) or 0)
     if not port:
@@ -87,24 +93,15 @@ def ask(port: int, *, ready: bool, host: str = "127.0.0.1") -> str:
 
 
 def _show_workers(
-    run: str,
-    config: Path | None,
-    bootstrap_servers: str,
-    directory: Path,
-    *,
-    ready: bool,
-    output: Literal["table", "json"],
+    run: str, broker: BrokerOptions, *, ready: bool, output: Literal["table", "json"]
 ) -> None:
     """Show the workers that a run should have and those with a recent heartbeat: each one's answer,
     or on another host how old its heartbeat is.
     """
     from relax_events.cli.output import print_rows
-    from relax_events.cli.run_reader import open_run
     from relax_events.history.live_run import RunFollower
 
-    with open_run(
-        run, config=config, bootstrap_servers=bootstrap_servers, directory=directory, name="health"
-    ) as settings:
+    with broker.open_run(run, name="health") as settings:
         with RunFollower(settings, name="health") as watch, watch.lock:
             alive, newest = watch.alive(), dict(watch.state.workers)
         address = settings.telemetry.metrics_host

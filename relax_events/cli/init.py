@@ -1,4 +1,4 @@
-"""`relax init`: a run file from a model's folder and a dataset."""
+"""`relax init` and `relax examples`: run files to start from."""
 
 from __future__ import annotations
 
@@ -54,3 +54,19 @@ def init(
     findings, _ = run_checks_with_defaults(load_run_config(run_file))
     print_findings(findings)
     return 0 if all(finding.is_good for finding in findings) else CheckFailed.exit_code
+
+
+def examples(folder: Path = Path("configs"), *, force: bool = False) -> int:
+    """Write the run files that the package brings, the quickstart's among them.
+
+    Example: relax examples && relax run configs/quickstart.toml
+
+    Args:
+        folder: Where to write them; `configs/lookup-agent.toml` expects its files in `configs`.
+        force: Overwrite files that differ.
+    """
+    from relax_events.launcher.run_file.examples import write_examples
+
+    for path in write_examples(folder, force=force):
+        print(path)
+    return 0

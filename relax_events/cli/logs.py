@@ -32,10 +32,8 @@ def logs(
         output: Lines to read, or JSON for programs, one document a line.
     """
     from collections import deque
-    from dataclasses import asdict
 
-    import orjson
-
+    from relax_events.cli.output import print_json
     from relax_events.cli.run_reader import reader_may_leave, run_folder
     from relax_events.history.worker_logs import (
         LogLine,
@@ -46,7 +44,10 @@ def logs(
     )
 
     def show(line: LogLine) -> None:
-        print(orjson.dumps(asdict(line)).decode() if output == "json" else line, flush=follow)
+        if output == "json":
+            print_json(line, on_a_line=True)
+        else:
+            print(line, flush=follow)
 
     folder = run_folder(run, directory) / "logs"
     files = log_files(folder, workers)

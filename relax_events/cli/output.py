@@ -65,11 +65,12 @@ def print_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_json(data: Any) -> None:
-    """Print one JSON document."""
+def print_json(data: Any, *, on_a_line: bool = False) -> None:
+    """Print one JSON document: indented, or on a line of a stream, which is read at once."""
     import orjson
 
-    print(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode())
+    layout = 0 if on_a_line else orjson.OPT_INDENT_2
+    print(orjson.dumps(data, option=layout | orjson.OPT_NON_STR_KEYS).decode(), flush=on_a_line)
 
 
 def print_rows(

@@ -58,22 +58,33 @@ class BrokerOptions:
 
     @contextmanager
     def open_run(self, run: str, *, name: str) -> Iterator[RunConfig]:
-        """Give the configuration of a run as `run_reader.open_run` does.
+        """Give the configuration of a run, with the broker's address and the operator's principal
+        filled in.
 
         Args:
             run: Its id, or its run file, which names the broker as well.
             name: Of the command.
+        Raises:
+            RelaxError: Two brokers are named, none answers, or it has no such run.
         """
-        from relax_events.cli.run_reader import open_run
+        from relax_events.cli.run_reader import is_run_file
+        from relax_events.config import load_run_config
+        from relax_events.errors import ConfigError
+        from relax_events.history.cluster import Cluster
+        from relax_events.history.runs.listing import read_run
 
-        with open_run(
-            run,
-            config=self.config,
-            bootstrap_servers=self.bootstrap_servers,
-            directory=self.directory,
-            name=name,
-        ) as settings:
-            yield settings
+        run_file = load_run_config(Path(run)) if is_run_file(run) else None
+        cluster = self.cluster() if run_file is None else Cluster.from_run_file(run_file)
+        with cluster.running(by=f"relax {name}"):
+            connection = cluster.connection(name=name)
+            summary = read_run(connection, run if run_file is None else run_file.run.id)
+            settings = run_file or summary.config
+            if settings is None:
+                raise ConfigError(
+                    f"the log of run {run} does not describe it: it is half deleted; give its run "
+                    "file"
+                )
+            yield settings.model_copy(update={"broker": cluster.broker_with_address})
 
 
 DEFAULT_BROKER = BrokerOptions()

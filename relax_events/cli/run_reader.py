@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from relax_events.config import RunConfig
     from relax_events.history.run_log import RunLog
 
 
@@ -53,46 +52,6 @@ def run_folder(run: str, directory: Path) -> Path:
     return (
         load_run_config(Path(run)).run_directory if is_run_file(run) else directory / "runs" / run
     )
-
-
-@contextmanager
-def open_run(
-    run: str, *, config: Path | None, bootstrap_servers: str, directory: Path, name: str
-) -> Iterator[RunConfig]:
-    """Give the configuration of a run on some broker, with the broker's address and the operator's
-    principal filled in.
-
-    Args:
-        run: Its id, or its run file, which names the broker as well.
-        config: A run file whose broker is meant, for an id.
-        bootstrap_servers: The cluster that is meant, for an id.
-        directory: Where the embedded broker is, for an id without either.
-        name: Of the command.
-    Raises:
-        RelaxError: Two brokers are named, none answers, or it has no such run.
-    """
-    from relax_events.config import load_run_config
-    from relax_events.errors import ConfigError
-    from relax_events.history.cluster import Cluster
-    from relax_events.history.runs.listing import read_run
-
-    run_file = load_run_config(Path(run)) if is_run_file(run) else None
-    cluster = (
-        Cluster.from_options(
-            config=config, bootstrap_servers=bootstrap_servers, directory=directory
-        )
-        if run_file is None
-        else Cluster.from_run_file(run_file)
-    )
-    with cluster.running(by=f"relax {name}"):
-        connection = cluster.connection(name=name)
-        summary = read_run(connection, run if run_file is None else run_file.run.id)
-        settings = run_file or summary.config
-        if settings is None:
-            raise ConfigError(
-                f"the log of run {run} does not describe it: it is half deleted; give its run file"
-            )
-        yield settings.model_copy(update={"broker": cluster.broker_with_address})
 
 
 def note_unreadable(log: RunLog) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_events.cli.output import excerpt, format_number, format_time, print_rows
+from relax_events.cli.output import excerpt, format_number, format_time, print_json, print_rows
 
 if TYPE_CHECKING:
-    from relax_events.events.parts import Array, ChatMessage, ContentPart
+    from relax_events.events.parts import ChatMessage, ContentPart
     from relax_events.events.types import SampleScored
     from relax_events.history.samples.detail import SampleDetail, TokenRow
     from relax_events.history.samples.filter import SampleFilter
@@ -90,9 +90,7 @@ TOKEN_COLUMNS = [
 def print_line(line: SampleLine, output: Literal["table", "json"], *, with_head: bool) -> None:
     """Print a sample of a list, for people or as a JSON object on a line."""
     if output == "json":
-        import orjson
-
-        print(orjson.dumps(line).decode(), flush=True)
+        print_json(line, on_a_line=True)
         return
     if with_head:
         print(HEAD)
@@ -166,6 +164,8 @@ def sample_text(detail: SampleDetail) -> Iterator[str]:
 
 def score_text(score: SampleScored | None) -> str:
     """Say what a reward function gave."""
+    from relax_events.history.samples.view import list_values
+
     if score is None:
         return "not scored"
     origin = (
@@ -175,7 +175,7 @@ def score_text(score: SampleScored | None) -> str:
     if score.reward is None:
         return f"failed {origin}: {score.error}"
     parts = [f"{name} {value:g}" for name, value in score.components.items()]
-    if (by_turn := _numbers(score.turn_rewards)) is not None:
+    if (by_turn := list_values(score.turn_rewards)) is not None:
         parts.append(f"by turn {' '.join(f'{value:g}' for value in by_turn)}")
     if score.token_rewards is not None:
         parts.append(f"by token, {len(score.token_rewards)} of them")
@@ -187,21 +187,13 @@ def score_document(score: SampleScored) -> dict[str, Any]:
     """Return a score for programs; rewards by turn and token that lie in the object store are left
     out.
     """
+    from relax_events.history.samples.view import list_values
+
     shown = {
-        "turn_rewards": _numbers(score.turn_rewards),
-        "token_rewards": _numbers(score.token_rewards),
+        "turn_rewards": list_values(score.turn_rewards),
+        "token_rewards": list_values(score.token_rewards),
     }
     return asdict(replace(score, turn_rewards=None, token_rewards=None)) | shown
-
-
-def _numbers(array: Array | None) -> list[float] | None:
-    from relax_events.events.parts import StoredArray
-
-    return (
-        None
-        if array is None or isinstance(array, StoredArray)
-        else [float(value) for value in array.tolist()]
-    )
 
 
 def outcome_text(detail: SampleDetail) -> str:

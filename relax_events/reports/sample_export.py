@@ -18,15 +18,13 @@ import orjson
 
 from relax_events.errors import ObjectError
 from relax_events.events.parts import (
-    Array,
     ChatMessage,
     ContentPart,
     MediaRef,
     ObjectRef,
-    StoredArray,
 )
 from relax_events.history.run_log import RunLog
-from relax_events.history.samples.view import SampleView
+from relax_events.history.samples.view import SampleView, list_values
 from relax_events.objects import ObjectStore, check_out
 from relax_events.plugins import EXPORTERS, FUNCTION, find_plugin, select_named
 from relax_events.reports.report_files import replace_file
@@ -146,20 +144,12 @@ def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef
         "answer": sample.answer,
         "metadata": sample.metadata,
         "reward_components": score.components if score else {},
-        "turn_rewards": _numbers(score.turn_rewards) if score else None,
+        "turn_rewards": list_values(score.turn_rewards) if score else None,
         "reward_name": score.reward_name if score else None,
         "reward_digest": score.reward_digest if score else None,
         "judge_response": score.judge_response if score else None,
         "reward_error": score.error if score else None,
     }
-
-
-def _numbers(array: Array | None) -> list[float] | None:
-    return (
-        None
-        if array is None or isinstance(array, StoredArray)
-        else [float(value) for value in array.tolist()]
-    )
 
 
 def _messages(messages: Iterable[ChatMessage], save: Callable[[MediaRef], str]) -> list[Row]:

@@ -1,6 +1,4 @@
-"""`relax topics`: the run's topics, groups and offsets, as planned and as they are. One file a
-subcommand.
-"""
+"""`relax topics`: the run's topics, groups and offsets, as planned and as they are."""
 
 from __future__ import annotations
 
@@ -14,16 +12,16 @@ app = App(
     ),
 )
 MODULES = {
-    "plan": "plan:plan",
-    "apply": "plan:apply",
-    "check": "check:check",
-    "describe": "describe:describe",
-    "lag": "lag:lag",
-    "tail": "tail:tail",
-    "purge": "purge:purge",
-    "reset": "reset:reset",
-    "export": "export:export_run",
-    "import": "import_:import_run",
+    "plan": "changes:plan",
+    "apply": "changes:apply",
+    "check": "inspection:check",
+    "describe": "inspection:describe",
+    "lag": "inspection:lag",
+    "tail": "inspection:tail",
+    "purge": "changes:purge",
+    "reset": "changes:reset",
+    "export": "transfer:export_run",
+    "import": "transfer:import_run",
 }
 for name, module in MODULES.items():
     app.command(f"relax_events.cli.topics.{module}", name=name)

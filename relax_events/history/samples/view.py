@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import Array, Outcome, StoredArray
 from relax_events.events.types import PromptGroupEnded, SampleRolledOut, SampleScored
 
 OPEN, SUPERSEDED = "open", "superseded"
@@ -97,3 +97,10 @@ class SampleLine:
     completion: str
     rolled_out_at: int
     position: str
+
+
+def list_values(array: Array | None) -> list[float] | None:
+    """Return an array's values; None for one that lies in the object store."""
+    if array is None or isinstance(array, StoredArray):
+        return None
+    return [float(value) for value in array.tolist()]
