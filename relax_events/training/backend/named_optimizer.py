@@ -25,7 +25,7 @@ DTYPES = {NUMBER: torch.float64, TRUTH: torch.bool, WHOLE: torch.int64}
 
 
 class NamedOptimizer:
-    """See the module's docstring."""
+    """See the module's docstring. An `Optimizer` of a `FlatPart`, without moments of its own."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class NamedOptimizer:
         Raises:
             ConfigError: There is none of that name, or it can't be made with these options.
         """
+        self.moments: Mapping[str, Tensor] = {}
         self._parameters = {name: nn.Parameter(value) for name, value in values.items()}
         for name, parameter in self._parameters.items():
             parameter.grad = gradients[name]

@@ -25,6 +25,7 @@ from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.learning_rate import compute_policy_learning_rate
+from relax_events.training.backend.parameter_store import ParameterStore
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.backend.protocol import StepMetrics
 from relax_events.training.backend.step_sums import (
@@ -59,30 +60,12 @@ class PackedModel(Protocol):
         """Shape of the replayed routing; None where the model routes by itself."""
 
 
-class TrainedParameters(Protocol):
-    """The parameters of a backend with their gradients and optimizer. All but `zero_gradients` may
-    be collective.
-    """
-
-    def zero_gradients(self) -> None:
-        """Set the gradients to zero."""
-
-    def reduce_gradients(self, ranks: Ranks) -> None:
-        """Sum the gradients over ranks."""
-
-    def normalise_gradients(self, normaliser: float) -> float:
-        """Divide the gradients, and return their norm over all ranks."""
-
-    def update(self, *, learning_rate: float, gradient_scale: float) -> None:
-        """Scale the gradients, take one optimizer step, and zero the gradients."""
-
-
 class PolicyTraining(ABC):
     """The part of a `TrainerBackend` that does not depend on how the model is laid out."""
 
     _model: PackedModel
     _media: SampleMedia
-    _parameters: TrainedParameters
+    _parameters: ParameterStore
     waits_for_step: bool
     """Whether all micro-batches run in `step`, because forward passes are collective."""
 

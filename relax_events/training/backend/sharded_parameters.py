@@ -10,7 +10,7 @@ parameter, divided by the number of ranks, and its part of a frozen one in the m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_adamw import MOMENTS
 from relax_events.training.backend.host_optimizer import copy_to_host, on_device
-from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
+from relax_events.training.backend.parameter_store import ParameterStore
+from relax_events.training.backend.state import StateShard, StateSource
 from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.ranks import Ranks
 
@@ -95,11 +96,9 @@ def _sharded_modules(module: nn.Module) -> Iterator[FSDPModule]:
     return (part for part in module.modules() if isinstance(part, FSDPModule))
 
 
-class ShardedParameters:
+class ShardedParameters(ParameterStore):
     """The parameters of a model sharded by `shard_model`, and AdamW over this rank's pieces. Of a
     model with adapters, only they belong to the state.
-
-    As `FlatParameters`, with every result the same on all ranks.
     """
 
     def __init__(self, module: nn.Module, *, config: TrainerConfig, ranks: Ranks) -> None:
@@ -206,15 +205,15 @@ class ShardedParameters:
             piece.grad = None
         self.zero_gradients()
 
-    def memory(self, *, with_gradients: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tensors with all memory of this rank's pieces; see `FlatParameters.memory`."""
+    def memory(self, *, with_gradients: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors with all memory of this rank's pieces; see `ParameterStore`."""
         pieces = [_local(parameter) for parameter in self._parameters.values()]
         moments = [moment for kind in self._moments.values() for moment in kind.values()]
         gradients = [_local(gradient) for _, gradient in self._present_gradients()]
         others = on_device(moments, pieces[0].device)
         return [*pieces, *others, *(gradients if with_gradients else ())], []
 
-    def rebuild(self, *, with_gradients: bool) -> None:
+    def rebuild(self, *, with_gradients: bool = False) -> None:
         """Compute what was not kept: nothing."""
 
     def tensors(self) -> dict[str, Tensor]:
@@ -247,28 +246,15 @@ class ShardedParameters:
         first = min(self._ranks.rank * rows, parameter.shape[0])
         return (first, *(0 for _ in parameter.shape[1:]))
 
-    @torch.no_grad()
-    def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:
-        """Load this rank's pieces, and zero the gradients; see `FlatParameters.load`."""
-        mine, shards = self.tensors(), self.shards()
-        require_same_tensors(
-            {name: shape for name, shape in state.shapes.items() if name not in without},
-            {name: tuple(tensor.shape) for name, tensor in mine.items()}
-            | {shard.name: shard.global_shape for shard in shards},
-        )
-        for name, tensor in mine.items():
-            tensor.copy_(state.read(name))
-        for shard in shards:
-            shape = tuple(shard.tensor.shape)
-            if shard.tensor.numel():
-                shard.tensor.copy_(state.read(shard.name, offset=shard.offset, shape=shape))
+    def _load_optimizer(self, state: StateSource) -> None:
+        for name, group in zip(self.tensors(), self._optimizer.param_groups, strict=True):
+            for piece in group["params"]:
+                self._optimizer.state[piece]["step"].copy_(state.read(name))
+
+    def _share_loaded(self) -> None:
         if self._offloads:
             for name, piece in self._trained.items():
                 piece.copy_(_local(self._parameters[name]))
-        for group, step in zip(self._optimizer.param_groups, self._steps, strict=True):
-            for piece in group["params"]:
-                self._optimizer.state[piece]["step"].copy_(step)
-        self.zero_gradients()
 
     def weight_buckets(self, *, max_bytes: int, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
         """Gather the weights on all devices, some at a time, and yield them on rank 0; see

@@ -190,13 +190,8 @@ class TorchBackend(PolicyTraining):
         """Show weights in master precision, AdamW's moments and generators; see
         `TrainerBackend`.
         """
-        return TrainerState(
-            policy_version=self.policy_version,
-            tensors=self._parameters.tensors()
-            | generator_states(self._model.device)
-            | base_state(self._model.adapters),
-            shards=self._parameters.shards(),
-        )
+        others = generator_states(self._model.device) | base_state(self._model.adapters)
+        return self._parameters.state(self.policy_version, others=others)
 
     def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `TrainerBackend`. The state of a missing device's generator is

@@ -133,11 +133,7 @@ class TorchCritic(ValueTraining):
 
     def state(self) -> TrainerState:
         """Return weights in master precision and AdamW's moments; see `Critic`."""
-        return TrainerState(
-            policy_version=self.policy_version,
-            tensors=self._parameters.tensors(),
-            shards=self._parameters.shards(),
-        )
+        return self._parameters.state(self.policy_version)
 
     def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `Critic`."""

@@ -28,7 +28,7 @@ from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import PoisonSample, RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
-from relax_events.training.backend.policy_training import TrainedParameters
+from relax_events.training.backend.parameter_store import ParameterStore
 from relax_events.training.backend.protocol import ValueMetrics
 from relax_events.training.backend.scoring import unpack_values
 from relax_events.training.batch.loss_batch import mask_truncated_samples
@@ -83,7 +83,7 @@ class ValueTraining(ABC):
 
     _model: PackedValueModel
     _media: SampleMedia
-    _parameters: TrainedParameters
+    _parameters: ParameterStore
     waits_for_step: bool
     """Whether all micro-batches run in `step`, because forward passes are collective."""
 

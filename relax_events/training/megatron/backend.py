@@ -231,16 +231,8 @@ class MegatronBackend(PolicyTraining):
         """Show weights in master precision, AdamW's moments and generators; see
         `TrainerBackend`.
         """
-        parameters = self._parameters
-        return TrainerState(
-            policy_version=self.policy_version,
-            tensors=parameters.tensors()
-            | generator_states(self._device)
-            | encode_base_digest(self._base_digest()),
-            shards=parameters.shards(),
-            copies=parameters.copies(),
-            other_shapes=parameters.shapes(),
-        )
+        others = generator_states(self._device) | encode_base_digest(self._base_digest())
+        return self._parameters.state(self.policy_version, others=others)
 
     def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `TrainerBackend`."""

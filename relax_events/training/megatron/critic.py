@@ -149,14 +149,7 @@ class MegatronCritic(ValueTraining):
 
     def state(self) -> TrainerState:
         """Show weights in master precision and AdamW's moments; see `Critic`."""
-        parameters = self._parameters
-        return TrainerState(
-            policy_version=self.policy_version,
-            tensors=parameters.tensors(),
-            shards=parameters.shards(),
-            copies=parameters.copies(),
-            other_shapes=parameters.shapes(),
-        )
+        return self._parameters.state(self.policy_version)
 
     def load_state(self, state: StateSource) -> None:
         """Resume from a state; see `Critic`. Collective."""

@@ -27,16 +27,20 @@ from torch import distributed as dist
 
 from relax_events.config import TrainerConfig
 from relax_events.training.backend.flat_adamw import MOMENTS
-from relax_events.training.backend.state import StateShard, StateSource, require_same_tensors
-from relax_events.training.megatron.flat_part import FlatPart, Parameters
+from relax_events.training.backend.flat_part import FlatPart
+from relax_events.training.backend.parameter_store import ParameterStore
+from relax_events.training.backend.state import StateShard, StateSource
 from relax_events.training.megatron.layout import Shard, cut, full_shapes, holds_first_copy
 from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.training.megatron.slices import flat_pieces
 from relax_events.training.ranks import Ranks
 
+Parameters = Sequence[tuple[Shard, nn.Parameter]]
 
-class RankParameters:
-    """Implements `TrainedParameters`. Every method but `zero_gradients`, `memory`, `rebuild`,
-    `tensors`, `shards` and `copies` is collective over all ranks.
+
+class RankParameters(ParameterStore):
+    """One flat part of dense parameters, another of experts, and the frozen ones as they are.
+    `reduce_gradients`, `normalise_gradients`, `update` and `load` are collective over all ranks.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class RankParameters:
         dense = _in_order([pair for pair in pairs if not pair[0].is_expert])
         experts = [pair for pair in pairs if pair[0].is_expert]
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._dense = FlatPart(dense, config=config, group=data)
+        self._dense = _flatten(dense, config=config, group=data)
         self._tied = [
             parameter
             for shard, parameter in dense
@@ -88,7 +92,7 @@ class RankParameters:
         self._parts: list[tuple[FlatPart, Parameters]] = [(self._dense, dense)]
         if experts:
             group = parallel_state.get_expert_data_parallel_group()
-            self._parts.append((FlatPart(experts, config=config, group=group), experts))
+            self._parts.append((_flatten(experts, config=config, group=group), experts))
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._step = torch.zeros((), dtype=torch.float32)
 
@@ -101,7 +105,9 @@ class RankParameters:
         """Sum the gradients over the ranks that share parameters."""
         del ranks  # each parameter has its own
         if self._tensor.size() > 1:
-            replicated = self._dense.gradients(self._first_replicated, len(self._parts[0][1]))
+            replicated = self._dense.select_gradients(
+                self._first_replicated, len(self._parts[0][1])
+            )
             dist.all_reduce(replicated, group=self._tensor)
         if self._tied:
             self._sum_tied()
@@ -113,7 +119,7 @@ class RankParameters:
         group: Any = parallel_state.get_embedding_group()
         for index, (_, parameter) in enumerate(self._parts[0][1]):
             if any(parameter is tied for tied in self._tied):
-                dist.all_reduce(self._dense.gradients(index, index + 1), group=group)
+                dist.all_reduce(self._dense.select_gradients(index, index + 1), group=group)
 
     def normalise_gradients(self, normaliser: float) -> float:
         """Divide the gradients, and return their norm over all ranks."""
@@ -134,17 +140,16 @@ class RankParameters:
             part.update(learning_rate=learning_rate, gradient_scale=gradient_scale)
         self._step += 1
 
-    def memory(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tensors with all memory of the trained parameters, gradients and moments between
-        two steps: what must be kept while it is off the device, and what `rebuild` computes again.
-        """
-        kept, rebuilt = zip(*(part.memory() for part, _ in self._parts), strict=True)
+    def memory(self, *, with_gradients: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors with all memory of the trained parameters; see `ParameterStore`."""
+        memories = [part.memory(with_gradients=with_gradients) for part, _ in self._parts]
+        kept, rebuilt = zip(*memories, strict=True)
         return list(chain.from_iterable(kept)), list(chain.from_iterable(rebuilt))
 
-    def rebuild(self) -> None:
+    def rebuild(self, *, with_gradients: bool = False) -> None:
         """Compute what was not kept; local to the rank."""
         for part, _ in self._parts:
-            part.rebuild()
+            part.rebuild(with_gradients=with_gradients)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is whole on each rank: the optimizer's steps, of matrices and of vectors
@@ -182,15 +187,19 @@ class RankParameters:
     def _pieces(self) -> Iterator[tuple[Shard, StateShard]]:
         for part, parameters in self._parts:
             for index, (shard, _) in enumerate(parameters):
-                for piece, values in part.pieces(index):
-                    for kind, tensor in values.items():
+                first, values = (
+                    part.starts[index],
+                    {"model": part.masters, **part.optimizer.moments},
+                )
+                for piece in flat_pieces(shard, first=first, start=part.start, end=part.end):
+                    for kind, flat in values.items():
                         yield (
                             shard,
                             StateShard(
                                 name=f"{kind}.{piece.name}",
                                 global_shape=self._shapes[piece.name],
                                 offset=piece.offset,
-                                tensor=tensor,
+                                tensor=piece.of(flat),
                             ),
                         )
         for shard, parameter in self._frozen.values():
@@ -205,24 +214,18 @@ class RankParameters:
                     ),
                 )
 
-    @torch.no_grad()
-    def load(self, state: StateSource, *, without: Collection[str] = ()) -> None:
-        """Load this rank's pieces, and zero the gradients; see `FlatParameters.load`."""
-        steps = self.tensors()
-        shapes: Mapping[str, tuple[int, ...]] = self.shapes() | {
-            name: tuple(tensor.shape) for name, tensor in steps.items()
-        }
-        require_same_tensors(
-            {name: shape for name, shape in state.shapes.items() if name not in without}, shapes
-        )
-        for _, piece in self._pieces():
-            shape = tuple(piece.tensor.shape)
-            piece.tensor.copy_(state.read(piece.name, offset=piece.offset, shape=shape))
-        self._step.copy_(state.read("optimizer.step.0"))
+    def _load_optimizer(self, state: StateSource) -> None:
         for part, _ in self._parts:
-            part.set_step(self._step)
-            part.share_values()
-        self.zero_gradients()
+            part.optimizer.load(state)
+
+    def _share_loaded(self) -> None:
+        for part, _ in self._parts:
+            part.share_masters()
+
+
+def _flatten(parameters: Parameters, *, config: TrainerConfig, group: Any) -> FlatPart:
+    named = {shard.name: parameter for shard, parameter in parameters}
+    return FlatPart(named, config=config, group=group)
 
 
 def _in_order(parameters: Parameters) -> Parameters:
