@@ -198,31 +198,11 @@ def replace_version(
         adapters.replace(tensors, base_digest=base_digest)
 
 
-def base_state(adapters: Adapters | None) -> dict[str, Tensor]:
-    """Return what a trainer's state says of the base model: the digest of its folder, and nothing
-    without adapters.
-    """
-    return {} if adapters is None else encode_base_digest(adapters.base_digest)
-
-
 def encode_base_digest(digest: bytes) -> dict[str, Tensor]:
     """Return a digest as a trainer's state has it; nothing of an empty one."""
     if not digest:
         return {}
     return {BASE_DIGEST: torch.frombuffer(bytearray(digest), dtype=torch.uint8)}
-
-
-def take_base_state(tensors: Mapping[str, Tensor], adapters: Adapters | None) -> dict[str, Tensor]:
-    """Return a state without the base model's digest, once it agrees with the loaded base model.
-
-    Raises:
-        WeightsError: The state is that of adapters of another base model.
-    """
-    rest = dict(tensors)
-    digest = rest.pop(BASE_DIGEST, None)
-    if digest is not None and adapters is not None:
-        adapters.require_base(digest.cpu().numpy().tobytes())
-    return rest
 
 
 def require_same_adapters(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:

@@ -1,33 +1,38 @@
-"""Trains the policy in steps, for every backend that runs packed micro-batches: what is trained now
-and what waits for the step's end, mini-batches, statistics, one update or several, metrics.
-
-A backend adds the model: how micro-batches run forward and backward, and the parameters.
+"""Trains the policy: the objective, statistics and log-probabilities that it needs before, metrics,
+and what only a policy does: its state has generators, and it can leave its device.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from relax_events.algorithms.objective import Objective
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
+from relax_events.models.adapters import BASE_DIGEST, encode_base_digest
+from relax_events.models.base_digest import compute_base_digest, require_same_base
+from relax_events.models.offload import Offload
 from relax_events.runtime.failpoints import failpoint
+from relax_events.training.backend.determinism import (
+    GENERATORS,
+    generator_states,
+    restore_generators,
+)
 from relax_events.training.backend.learning_rate import compute_policy_learning_rate
-from relax_events.training.backend.parameter_store import ParameterStore
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.step_sums import (
     MicroBatchSums,
     OptimizerStep,
@@ -37,37 +42,29 @@ from relax_events.training.backend.step_sums import (
     gather_totals,
     sum_micro_batch,
 )
+from relax_events.training.backend.step_training import PackedModel, StepTraining, StepUpdates
 from relax_events.training.batch.loss_batch import LossBatch, whiten_step
-from relax_events.training.batch.mini_batches import MiniBatchBuffer
-from relax_events.training.batch.packing import cut_by_cells
-from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import compute_second_moment_cutoff
 from relax_events.training.ranks import GatheringRanks, Ranks
 
-log = structlog.get_logger()
 
+class PolicyModelLayout(PackedModel, Protocol):
+    """What packing needs to know of a policy."""
 
-class PackedModel(Protocol):
-    """What packing needs to know of a model."""
-
-    vocab_size: int
-    shares_rows: bool
     prefix_sharing: PrefixSharing | None
+    module: nn.Module
 
     @property
     def experts(self) -> ExpertShape | None:
         """Shape of the replayed routing; None where the model routes by itself."""
 
 
-class PolicyTraining(ABC):
+class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
     """The part of a `TrainerBackend` that does not depend on how the model is laid out."""
 
-    _model: PackedModel
-    _media: SampleMedia
-    _parameters: ParameterStore
-    waits_for_step: bool
-    """Whether all micro-batches run in `step`, because forward passes are collective."""
+    _model: PolicyModelLayout
+    _device: torch.device
 
     def __init__(
         self, config: RunConfig, *, ranks: Ranks, data_ranks: GatheringRanks | None = None
@@ -79,23 +76,22 @@ class PolicyTraining(ABC):
             ranks: This process and its peers.
             data_ranks: Those with different samples; by default all.
         """
-        self.policy_version = 0
-        self._config = config
-        self._ranks = ranks
-        self._data_ranks: GatheringRanks = data_ranks or ranks
         self._objective = Objective(
             config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
         )
-        self._micro_batches: list[MicroBatchSums] = []
-        self._deferred: list[LossBatch] = []
-        whole = config.algorithm.needs_whole_groups
-        self._batch = MiniBatchBuffer(
+        self._offload = Offload(config.devices_directory)
+        self._keeps_gradients = False
+        super().__init__(
+            config,
             config.trainer,
-            seed=config.run.seed,
-            ranks=self._data_ranks,
-            whole_prompt_groups=whole,
+            ranks=ranks,
+            data_ranks=data_ranks or ranks,
+            mini_batch_ranks=data_ranks or ranks,
+            whole_prompt_groups=config.algorithm.needs_whole_groups,
         )
-        self._report_progress: Callable[[], None] = lambda: None
+
+    def _clear_sums(self) -> None:
+        self._micro_batches: list[MicroBatchSums] = []
 
     @abstractmethod
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
@@ -122,23 +118,13 @@ class PolicyTraining(ABC):
         """Shape of the replayed routing; None where the model routes by itself."""
         return self._model.experts
 
-    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
-        """Run forward and backward on a micro-batch; see `TrainerBackend`. If statistics of
-        the whole step are needed first, `step` runs it.
-        """
-        if not micro_batch:
-            return
-        # All parts are packed before the first is trained, so that an invalid sample is found
-        # before anything was added.
-        for part, loss_batch in [(part, self._pack(part)) for part in self._split(micro_batch)]:
-            if not len(loss_batch.batch.targets):
-                continue
-            if self._config.trainer.has_mini_batches:
-                self._defer(part, loss_batch)
-            elif self.waits_for_step or self._config.algorithm.needs_whole_step:
-                self._deferred.append(loss_batch)
-            else:
-                self._train_all([loss_batch])
+    def _take_batch(self, samples: Sequence[SampleReady], packed: LossBatch) -> None:
+        if self._trainer.has_mini_batches:
+            self._defer(samples, packed)
+        elif self.waits_for_step or self._config.algorithm.needs_whole_step:
+            self._deferred.append(packed)
+        else:
+            self._train_all([packed])
 
     def _defer(self, samples: Sequence[SampleReady], loss_batch: LossBatch) -> None:
         """Keep samples for the mini-batches of their step, with old log-probabilities of the
@@ -161,23 +147,9 @@ class PolicyTraining(ABC):
             ]
         return [one.without_model_inputs() for one in loss_batches]
 
-    def on_progress(self, report_progress: Callable[[], None]) -> None:
-        """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
-        self._report_progress = report_progress
-
-    def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
-        """Split a micro-batch by its padded size where each sample has its own row."""
-        if self._model.shares_rows:
-            return [micro_batch]
-        max_cells, whole = (
-            self._config.trainer.max_tokens_per_micro_batch,
-            self._config.algorithm.needs_whole_groups,
-        )
-        return cut_by_cells(micro_batch, max_cells=max_cells, whole_prompt_groups=whole)
-
     def _pack(self, samples: Sequence[SampleReady]) -> LossBatch:
         algorithm, model = self._config.algorithm, self._model
-        sharing = model.prefix_sharing if self._config.trainer.share_prompts else None
+        sharing = model.prefix_sharing if self._trainer.share_prompts else None
         loss_batch = LossBatch.from_samples(
             samples,
             algorithm=algorithm,
@@ -193,7 +165,7 @@ class PolicyTraining(ABC):
 
     def _mini_batches(self) -> Iterator[tuple[int, list[LossBatch]]]:
         """Yield the micro-batches of each optimizer step, and its pass. The start is collective."""
-        if not self._config.trainer.has_mini_batches:
+        if not self._trainer.has_mini_batches:
             yield 0, self._deferred
             return
         if self.waits_for_step:
@@ -251,59 +223,22 @@ class PolicyTraining(ABC):
         device_sums = torch.cat([sums, gradient_sum.to(sums)[None]])
         self._micro_batches.append(MicroBatchSums(device_sums, counts, loss_batch.sample_ids))
 
-    def step(self) -> StepMetrics:
-        """Reduce, normalise, clip, update; see `TrainerBackend`."""
-        learning_rate = compute_policy_learning_rate(self._config, step=self.policy_version)
-        try:
-            self._deferred = whiten_step(
-                self._deferred, algorithm=self._config.algorithm, ranks=self._data_ranks
-            )
-            updates, pass_metrics = self._take_updates(learning_rate)
-        except RunFailed:
-            self.discard()
-            raise
-        self._reset_step()
-        self.policy_version += 1
-        metrics = build_step_metrics(updates, learning_rate=learning_rate)
-        return (
-            replace(metrics, algorithm_metrics={**metrics.algorithm_metrics, **pass_metrics})
-            if self._config.trainer.has_mini_batches
-            else metrics
+    def _prepare_step(self) -> float:
+        self._deferred = whiten_step(
+            self._deferred, algorithm=self._config.algorithm, ranks=self._data_ranks
         )
+        return compute_policy_learning_rate(self._config, step=self.policy_version)
 
-    def _take_updates(self, learning_rate: float) -> tuple[list[OptimizerStep], dict[str, float]]:
-        """Take the optimizer steps of the train step; return them and the metrics of their passes.
-        A step that is not finite is skipped.
-
-        Raises:
-            StepNotFinite: No step was finite.
-        """
-        updates: list[OptimizerStep] = []
-        failed: list[StepNotFinite] = []
-        is_stopped = False
-        for number, (epoch, mini_batch) in enumerate(self._mini_batches()):
-            self._train_mini_batch(mini_batch)
-            try:
-                update = self._update(
-                    epoch, learning_rate, name=self._step_name(number), may_stop=bool(updates)
-                )
-            except StepNotFinite as error:
-                failed.append(error)
-                self._parameters.zero_gradients()
-            else:
-                is_stopped = update is None
-                updates += [] if update is None else [update]
-                failpoint("trainer.after_optimizer_step")
-            self._micro_batches = []
-            if is_stopped:
-                break
-        if not updates:
-            raise failed[-1]
-        for skipped in failed:
-            log.error("mini_batch.skipped", error=str(skipped))
-        return updates, build_pass_metrics(
-            updates, num_not_finite=len(failed), is_stopped=is_stopped
+    def _build_metrics(
+        self, taken: StepUpdates[OptimizerStep], learning_rate: float
+    ) -> StepMetrics:
+        metrics = build_step_metrics(taken.updates, learning_rate=learning_rate)
+        if not self._trainer.has_mini_batches:
+            return metrics
+        of_passes = build_pass_metrics(
+            taken.updates, num_not_finite=taken.num_not_finite, is_stopped=taken.is_stopped
         )
+        return replace(metrics, algorithm_metrics={**metrics.algorithm_metrics, **of_passes})
 
     def _update(
         self, epoch: int, learning_rate: float, *, name: str, may_stop: bool
@@ -321,51 +256,69 @@ class PolicyTraining(ABC):
         if may_stop and self._exceeds_max_kl(totals):
             self._parameters.zero_gradients()
             return None
-        grad_norm = self._reduced_grad_norm(totals, name=name)
-        self._parameters.update(
-            learning_rate=learning_rate,
-            gradient_scale=min(1.0, self._config.trainer.max_grad_norm / (grad_norm + 1e-6)),
-        )
-        return OptimizerStep(epoch, totals, mismatch_max, rank_totals, grad_norm)
-
-    def _step_name(self, number: int) -> str:
-        """Return the name of an optimizer step for errors."""
-        return f"train step {self.policy_version}" + (
-            f", optimizer step {number}" if self._config.trainer.has_mini_batches else ""
-        )
-
-    def _exceeds_max_kl(self, totals: Totals) -> bool:
-        """Return whether the policy's KL in this train step exceeds the bound."""
-        bound = self._config.trainer.max_kl
-        return bound > 0 and totals.policy_kl / totals.num_loss_tokens > bound
-
-    def _reduced_grad_norm(self, totals: Totals, *, name: str) -> float:
         if not totals.num_loss_tokens:
             raise RunFailed(
                 f"{name} holds no loss token on any rank; do its samples have completions?"
             )
-        self._parameters.reduce_gradients(self._ranks)
-        grad_norm = self._parameters.normalise_gradients(totals.num_units)
+        grad_norm = self._reduce_gradients(totals.num_units)
         if not math.isfinite(grad_norm):
             raise StepNotFinite(
                 f"{name}: the gradient's norm must be finite, got {grad_norm} over all ranks; "
                 "the weights are those before it; lower trainer.learning_rate"
             )
-        return grad_norm
+        self._apply_gradients(grad_norm, learning_rate)
+        failpoint("trainer.after_optimizer_step")
+        return OptimizerStep(epoch, totals, mismatch_max, rank_totals, grad_norm)
 
-    def discard(self) -> None:
-        """Discard the accumulated gradients; see `TrainerBackend`."""
-        self._reset_step()
-        self._parameters.zero_gradients()
+    def _exceeds_max_kl(self, totals: Totals) -> bool:
+        """Return whether the policy's KL in this train step exceeds the bound."""
+        bound = self._trainer.max_kl
+        return bound > 0 and totals.policy_kl / totals.num_loss_tokens > bound
 
-    def _reset_step(self) -> None:
-        self._micro_batches, self._deferred = [], []
-        self._batch.clear()
+    def state(self) -> TrainerState:
+        """Show weights in master precision, the optimizer's state and generators; see
+        `TrainerBackend`.
+        """
+        others = generator_states(self._device) | encode_base_digest(self._compute_base_digest())
+        return self._parameters.state(self.policy_version, others=others)
 
-    def skip_step(self) -> None:
-        """Count up without an update; see `TrainerBackend`."""
-        self.discard()
-        self.policy_version += 1
+    def load_state(self, state: StateSource) -> None:
+        """Resume from a state; see `TrainerBackend`. The state of a missing device's generator is
+        ignored.
+        """
+        others = {
+            name: state.read(name)
+            for name in state.shapes
+            if name == BASE_DIGEST or name.startswith(GENERATORS)
+        }
+        digest = others.get(BASE_DIGEST)
+        if digest is not None and (expected := self._compute_base_digest()):
+            recorded, folder = digest.cpu().numpy().tobytes(), self._config.model.path
+            require_same_base(
+                recorded, expected, folder=folder, what="the adapters were trained on"
+            )
+        self._load_parameters(state, without=others)
+        restore_generators(others, self._device)
+
+    def _compute_base_digest(self) -> bytes:
+        """Return the digest of the adapters' base model; empty without adapters."""
+        model = self._config.model
+        return b"" if model.lora is None else compute_base_digest(model.path)
+
+    def move_away(self) -> int:
+        """Free the device's memory; see `OffloadingBackend`. Gradients are kept in the middle of a
+        step.
+        """
+        self._keeps_gradients = bool(self._micro_batches)
+        kept, rebuilt = self._parameters.memory(with_gradients=self._keeps_gradients)
+        others = (one for one in self._model.module.parameters() if not one.requires_grad)
+        return self._offload.move_away([*kept, *others], dropped=rebuilt)
+
+    def bring_back(self) -> None:
+        """Restore the state; see `OffloadingBackend`."""
+        if self._offload.is_away:
+            self._offload.bring_back()
+            self._parameters.rebuild(with_gradients=self._keeps_gradients)
 
 
 def _squared_log_ratios(deferred: LossBatch, logprobs: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -5,24 +5,19 @@ sharded over several ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
-from relax_events.training.backend.protocol import ValueMetrics
-from relax_events.training.backend.recomputation import recompute_layers
 from relax_events.training.backend.scoring import group_by_padded_length, pack_in_own_rows
-from relax_events.training.backend.sharded_parameters import ShardedParameters, shard_model
-from relax_events.training.backend.state import StateSource, TrainerState
+from relax_events.training.backend.sharded_parameters import ShardedParameters
+from relax_events.training.backend.torch_layout import Batch, TorchLayout
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.backend.value_training import ValueBatch, ValueTraining
 from relax_events.training.batch.packing import PackedBatch
@@ -53,61 +48,36 @@ class TorchCritic(ValueTraining):
         """
         ranks = ranks or SingleRank()
         super().__init__(config, ranks=ranks)
-        self.waits_for_step = self._is_sharded = ranks.size > 1
-        self._device = choose_device(config.model.device, local_rank=ranks.local_rank)
-        make_deterministic(self._device, threads=config.critic.threads)
+        self.waits_for_step = ranks.size > 1
+        device = choose_device(config.model.device, local_rank=ranks.local_rank)
+        self._layout = TorchLayout(
+            self._trainer, ranks=ranks, device=device, is_sharded=self.waits_for_step
+        )
+        make_deterministic(device, threads=config.critic.threads)
         path = config.critic.model_path or config.model.path
         self._model = ValueModel(
-            path, config=config.model, device=self._device, dtype=dtype, prepare=self._prepare_model
+            path,
+            config=config.model,
+            device=device,
+            dtype=dtype,
+            prepare=lambda module, layers: self._layout.prepare(module, layers, path=path),
         )
         self._media = SampleMedia(self._model.family, MediaLibrary(config, model_path=path))
-        self._parameters = (
-            ShardedParameters(self._model.module, config=self._trainer, ranks=ranks)
-            if self._is_sharded
-            else FlatParameters(self._model.module, config=self._trainer)
+        self._parameters = self._layout.open_parameters(self._model.module)
+
+    def _run_together(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield micro-batches whose forward passes the caller runs; see `TorchLayout`."""
+        return self._layout.run_together(
+            batches,
+            run_idle=self._model.idle_output,
+            report_progress=lambda: self._report_progress(),
         )
-
-    def _prepare_model(self, module: nn.Module, layers: object) -> None:
-        """Set what the model recomputes, and shard it."""
-        recomputed = self._trainer.activation_checkpointing
-        if recomputed == "none" and not self._is_sharded:
-            return
-        if not isinstance(layers, nn.ModuleList):
-            raise ConfigError(
-                "trainer.sharding and trainer.activation_checkpointing need a list of decoder "
-                "layers, and the critic's model has none; set both to 'none'"
-            )
-        recompute_layers(layers, recomputed)
-        if self._is_sharded:
-            with self._guard("sharding the critic"):
-                shard_model(module, layers=layers, device=self._device)
-
-    def _guard(self, what: str) -> AbstractContextManager[None]:
-        return self._ranks.guard(what) if self._is_sharded else nullcontext()
 
     def _train_all(self, value_batches: Iterable[ValueBatch]) -> None:
         """Run micro-batches forward and backward; see `ValueTraining`."""
-        num_idle = 0
-        if self._is_sharded:
-            value_batches = list(value_batches)
-            counts = self._ranks.all_gather(np.array([len(value_batches)]))
-            num_idle = int(counts.max()) - len(value_batches)
-        for packed in value_batches:
+        for packed in self._run_together(value_batches):
             self._compute_loss(packed, self._model.token_values(packed.batch)).backward()
             self._report_progress()
-        for _ in range(num_idle):
-            self._model.idle_output().backward()
-            self._report_progress()
-
-    def step(self) -> ValueMetrics:
-        """Normalise, clip, update; see `Critic`."""
-        with self._guard("a forward or backward pass"):
-            return super().step()
-
-    def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """Give the value at every loss token; see `Critic`."""
-        with self._guard("a forward pass"):
-            return super().score(samples)
 
     def _score_groups(self, paths: Sequence[TokenSequence]) -> list[list[int]]:
         return list(
@@ -118,25 +88,9 @@ class TorchCritic(ValueTraining):
         batch = pack_in_own_rows(samples, vocab_size=self._model.vocab_size)
         return self._media.add_to(batch, samples)
 
-    def _score_all(
-        self, batches: Iterable[PackedBatch], *, num_rounds: int
-    ) -> Iterator[NDArray[np.float32]]:
+    def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.float32]]:
         """Yield the values of micro-batches; see `ValueTraining`."""
-        number = 0
         with torch.no_grad():
-            for batch in batches:
+            for batch in self._run_together(batches):
                 values: NDArray[np.float32] = self._model.token_values(batch).float().cpu().numpy()
                 yield values
-                number += 1
-            for _ in range(num_rounds - number if self._is_sharded else 0):
-                self._model.idle_output()
-
-    def state(self) -> TrainerState:
-        """Return weights in master precision and AdamW's moments; see `Critic`."""
-        return self._parameters.state(self.policy_version)
-
-    def load_state(self, state: StateSource) -> None:
-        """Resume from a state; see `Critic`."""
-        self._parameters.load(state)
-        self._reset_step()
-        self.policy_version = state.policy_version

@@ -8,6 +8,7 @@ none of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,19 +19,10 @@ from torch import Tensor
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.media.library import MediaLibrary
-from relax_events.models.adapters import BASE_DIGEST, encode_base_digest
-from relax_events.models.base_digest import compute_base_digest, require_same_base
 from relax_events.models.families import find_part, read_family, require_parts
-from relax_events.models.offload import Offload
-from relax_events.training.backend.determinism import (
-    GENERATORS,
-    generator_states,
-    restore_generators,
-)
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.backend.policy_training import PolicyTraining
-from relax_events.training.backend.protocol import Critic, Scorer, StepMetrics
-from relax_events.training.backend.state import StateSource, TrainerState
+from relax_events.training.backend.protocol import Critic, Scorer
 from relax_events.training.backend.step_sums import add_imbalance
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.sample_intake import SampleMedia
@@ -41,6 +33,7 @@ from relax_events.training.megatron.layout import ShardsOf, full_shapes, rank_sh
 from relax_events.training.megatron.opening import (
     build_own_towers,
     exchanges_experts,
+    guard_passes,
     needs_megatron,
     open_device,
     pad_works,
@@ -94,7 +87,6 @@ class MegatronBackend(PolicyTraining):
                 f"{path} is not one; leave it out"
             )
         self._sizes = sizes
-        self._offload = Offload(config.devices_directory)
         self._lora = config.model.lora
         self._shards_of: ShardsOf = rank_shards
         if self._lora is not None:
@@ -217,57 +209,13 @@ class MegatronBackend(PolicyTraining):
         self._run([keeping(index) for index in range(len(loss_batches))], forward_only=True)
         yield from logprobs
 
-    def step(self) -> StepMetrics:
-        """Reduce, normalise, clip, update; see `TrainerBackend`."""
-        with self._ranks.guard("a train step"), cuda_calls_on_cpu():
-            return super().step()
+    def _guard(self, what: str) -> AbstractContextManager[None]:
+        return guard_passes(self._ranks, what)
 
     def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Yield the weights on rank 0's CPU, tied tensors once; see `TrainerBackend`."""
         with self._ranks.guard("gathering the weights"):
             yield from self._weights.buckets(max_bytes=max_bytes, dtype=self._dtype)
-
-    def state(self) -> TrainerState:
-        """Show weights in master precision, AdamW's moments and generators; see
-        `TrainerBackend`.
-        """
-        others = generator_states(self._device) | encode_base_digest(self._base_digest())
-        return self._parameters.state(self.policy_version, others=others)
-
-    def load_state(self, state: StateSource) -> None:
-        """Resume from a state; see `TrainerBackend`."""
-        base_state = {
-            name: state.read(name)
-            for name in state.shapes
-            if name == BASE_DIGEST or name.startswith(GENERATORS)
-        }
-        digest, generators = base_state.get(BASE_DIGEST), dict(base_state)
-        generators.pop(BASE_DIGEST, None)
-        if digest is not None and (expected := self._base_digest()):
-            recorded = digest.cpu().numpy().tobytes()
-            folder, what = self._config.model.path, "the adapters were trained on"
-            require_same_base(recorded, expected, folder=folder, what=what)
-        with self._ranks.guard("loading a state"):
-            self._parameters.load(state, without=base_state)
-        self._reset_step()
-        self.policy_version = state.policy_version
-        restore_generators(generators, self._device)
-
-    def move_away(self) -> int:
-        """Free the device's memory; see `OffloadingBackend`. Gradients exist only within `step`."""
-        kept, rebuilt = self._parameters.memory()
-        others = (one for one in self._model.module.parameters() if not one.requires_grad)
-        return self._offload.move_away([*kept, *others], dropped=rebuilt)
-
-    def bring_back(self) -> None:
-        """Restore the state; see `OffloadingBackend`."""
-        if self._offload.is_away:
-            self._offload.bring_back()
-            self._parameters.rebuild()
-
-    def _base_digest(self) -> bytes:
-        """Return the digest of the adapters' base model; empty without adapters."""
-        return b"" if self._lora is None else compute_base_digest(self._config.model.path)
 
     @staticmethod
     def open_scorer(config: RunConfig) -> Scorer:

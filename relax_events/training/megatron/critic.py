@@ -5,6 +5,7 @@ laid out as the policy is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +16,6 @@ from torch import Tensor
 from relax_events.config import RunConfig
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import read_family
-from relax_events.training.backend.protocol import ValueMetrics
-from relax_events.training.backend.state import StateSource, TrainerState
 from relax_events.training.backend.value_training import ValueBatch, ValueTraining
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
 from relax_events.training.batch.row_layout import TokenSequence, read_array
@@ -25,6 +24,7 @@ from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import rank_shards
 from relax_events.training.megatron.opening import (
     build_own_towers,
+    guard_passes,
     needs_megatron,
     open_device,
     pad_works,
@@ -114,46 +114,24 @@ class MegatronCritic(ValueTraining):
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=True)
         return self._media.add_to(batch, samples)
 
-    def _score_all(
-        self, batches: Iterable[PackedBatch], *, num_rounds: int
-    ) -> Iterator[NDArray[np.float32]]:
+    def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.float32]]:
         """Yield the values of micro-batches, zeros where another pipeline stage has them; see
         `ValueTraining`.
         """
         from relax_events.training.megatron.stage import Work
 
-        del num_rounds  # all ranks are asked where it matters
-        packed = list(batches)
-        values_of_batches = [np.zeros(len(one.targets), np.float32) for one in packed]
+        values_of_batches = [np.zeros(len(one.targets), np.float32) for one in batches]
 
         def keeping(index: int) -> Work:
             def keep(values: Tensor) -> Tensor:
                 values_of_batches[index] = values.float().cpu().numpy()
                 return values.sum()
 
-            return Work(packed[index], keep)
+            return Work(batches[index], keep)
 
-        works = pad_works([keeping(index) for index in range(len(packed))], self._ranks)
+        works = pad_works([keeping(index) for index in range(len(batches))], self._ranks)
         self._model.run(works, forward_only=True)
         yield from values_of_batches
 
-    def step(self) -> ValueMetrics:
-        """Reduce, normalise, clip, update; see `Critic`."""
-        with self._ranks.guard("a step of the critic"), cuda_calls_on_cpu():
-            return super().step()
-
-    def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
-        """Give the value at every loss token; see `Critic`."""
-        with self._ranks.guard("scoring by the critic"), cuda_calls_on_cpu():
-            return super().score(samples)
-
-    def state(self) -> TrainerState:
-        """Show weights in master precision and AdamW's moments; see `Critic`."""
-        return self._parameters.state(self.policy_version)
-
-    def load_state(self, state: StateSource) -> None:
-        """Resume from a state; see `Critic`. Collective."""
-        with self._ranks.guard("loading a critic's state"):
-            self._parameters.load(state)
-        self._reset_step()
-        self.policy_version = state.policy_version
+    def _guard(self, what: str) -> AbstractContextManager[None]:
+        return guard_passes(self._ranks, what)

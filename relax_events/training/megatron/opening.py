@@ -18,6 +18,7 @@ from relax_events.model_folder import read_model_json
 from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import Family
 from relax_events.training.backend.determinism import make_deterministic
+from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.sizes import DecoderSizes
 from relax_events.training.megatron.towers import Towers, build_towers, read_tower_shapes
 from relax_events.training.ranks import Ranks
@@ -107,6 +108,13 @@ def start_ranks(ranks: Ranks, device: torch.device, *, seed: int, timeout_second
     if device.type == "cuda":
         torch.cuda.set_device(device)
     start_model_parallel(ranks.topology, seed=seed, timeout_seconds=timeout_seconds)
+
+
+@contextmanager
+def guard_passes(ranks: Ranks, what: str) -> Iterator[None]:
+    """Raise RankLost where a collective of megatron-core's passes fails; see `Ranks.guard`."""
+    with ranks.guard(what), cuda_calls_on_cpu():
+        yield
 
 
 def exchanges_experts(topology: Topology) -> bool:
