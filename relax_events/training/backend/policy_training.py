@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -53,7 +53,10 @@ class PolicyModelLayout(PackedModel, Protocol):
     """What packing needs to know of a policy."""
 
     prefix_sharing: PrefixSharing | None
-    module: nn.Module
+
+    @property
+    def module(self) -> nn.Module:
+        """All parameters that this rank holds."""
 
     @property
     def experts(self) -> ExpertShape | None:
@@ -76,14 +79,15 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
             ranks: This process and its peers.
             data_ranks: Those with different samples; by default all.
         """
+        self._config = config
         self._objective = Objective(
             config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
         )
         self._offload = Offload(config.devices_directory)
         self._keeps_gradients = False
         super().__init__(
-            config,
             config.trainer,
+            seed=config.run.seed,
             ranks=ranks,
             data_ranks=data_ranks or ranks,
             mini_batch_ranks=data_ranks or ranks,
@@ -187,9 +191,9 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
         if is_empty:
             yield 0, []
 
-    def _train_mini_batch(self, mini_batch: Sequence[LossBatch]) -> None:
+    def _train_mini_batch(self, mini_batch: Iterable[LossBatch]) -> None:
         """Train the deferred micro-batches of an optimizer step; collective."""
-        algorithm, cutoff = self._config.algorithm, None
+        algorithm, cutoff, mini_batch = self._config.algorithm, None, list(mini_batch)
         if algorithm.m2_threshold:
             scored = zip(mini_batch, self._score_all(mini_batch), strict=True)
             cutoff = compute_second_moment_cutoff(

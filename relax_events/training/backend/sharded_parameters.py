@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor
 from relax_events.config import TrainerConfig
 from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_adamw import MOMENTS
-from relax_events.training.backend.host_optimizer import copy_to_host, on_device
-from relax_events.training.backend.parameter_store import ParameterStore
+from relax_events.training.backend.parameter_store import ParameterStore, copy_to_host, on_device
 from relax_events.training.backend.state import StateShard, StateSource
 from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.ranks import Ranks

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 
-from relax_events.config import RunConfig, TrainerConfig
+from relax_events.config import TrainerConfig
 from relax_events.errors import RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.parameter_store import ParameterStore
@@ -78,9 +78,9 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
 
     def __init__(
         self,
-        config: RunConfig,
         trainer: TrainerConfig,
         *,
+        seed: int,
         ranks: Ranks,
         data_ranks: GatheringRanks,
         mini_batch_ranks: GatheringRanks,
@@ -89,21 +89,20 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
         """Start empty, at version 0.
 
         Args:
-            config: The run.
             trainer: Settings of this training.
+            seed: Of the run.
             ranks: This process and its peers.
             data_ranks: Those that run different micro-batches.
             mini_batch_ranks: Those that have different samples of a mini-batch.
             whole_prompt_groups: Whether all samples of a prompt group must be in one micro-batch.
         """
         self.policy_version = 0
-        self._config, self._trainer = config, trainer
-        self._ranks, self._data_ranks = ranks, data_ranks
+        self._trainer, self._ranks, self._data_ranks = trainer, ranks, data_ranks
         self._whole_prompt_groups = whole_prompt_groups
         self._deferred: list[Batch] = []
         self._batch = MiniBatchBuffer(
             trainer,
-            seed=config.run.seed,
+            seed=seed,
             ranks=mini_batch_ranks,
             whole_prompt_groups=whole_prompt_groups,
         )

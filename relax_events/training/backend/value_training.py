@@ -76,9 +76,10 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
             ranks: This process and its peers.
             data_ranks: The copies of the model; by default each rank is one.
         """
+        self._config = config
         super().__init__(
-            config,
             critic_trainer(config),
+            seed=config.run.seed,
             ranks=ranks,
             data_ranks=data_ranks or ranks,
             # every rank has all samples, so none asks the others for theirs
@@ -102,7 +103,7 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         """
 
     @abstractmethod
-    def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.float32]]:
+    def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.floating]]:
         """Yield the values of the loss tokens of each micro-batch of this copy of the model;
         collective where the model is.
         """

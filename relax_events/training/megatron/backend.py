@@ -32,6 +32,7 @@ from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import ShardsOf, full_shapes, rank_shards
 from relax_events.training.megatron.opening import (
     build_own_towers,
+    compute_outputs,
     exchanges_experts,
     guard_passes,
     needs_megatron,
@@ -152,17 +153,10 @@ class MegatronBackend(PolicyTraining):
         """Whether data-parallel ranks exchange tokens in the experts of each layer."""
         return exchanges_experts(self._ranks.topology)
 
-    def _run(self, works: Sequence[Work], *, forward_only: bool = False) -> None:
-        """Run micro-batches; where data-parallel ranks wait for each other, rows of padding too."""
-        self._model.run(
-            pad_works(works, self._ranks),
-            forward_only=forward_only,
-            on_done=lambda: self._report_progress(),
-        )
-
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
         """Run micro-batches forward and backward; see `PolicyTraining`."""
-        self._run([self._training_work(one, cutoff) for one in loss_batches])
+        works = pad_works([self._training_work(one, cutoff) for one in loss_batches], self._ranks)
+        self._model.run(works, on_done=lambda: self._report_progress())
         imbalances = self._model.take_imbalances().cpu()
         if len(imbalances) and self._micro_batches:  # the stage that computes the loss has these
             trained = self._micro_batches[-len(imbalances) :]
@@ -193,21 +187,13 @@ class MegatronBackend(PolicyTraining):
         """Yield the log-probabilities of micro-batches, zeros where another pipeline stage has
         them; see `PolicyTraining`.
         """
-        from relax_events.training.megatron.stage import Work
-
-        logprobs: list[NDArray[np.floating]] = [
-            np.zeros(len(one.batch.targets)) for one in loss_batches
-        ]
-
-        def keeping(index: int) -> Work:
-            def keep(result: TokenLogprobs) -> Tensor:
-                logprobs[index] = result.logprobs.cpu().numpy()
-                return result.logprobs.sum()
-
-            return Work(loss_batches[index].batch, keep)
-
-        self._run([keeping(index) for index in range(len(loss_batches))], forward_only=True)
-        yield from logprobs
+        yield from compute_outputs(
+            self._model,
+            [one.batch for one in loss_batches],
+            self._ranks,
+            read=lambda result: result.logprobs,
+            on_done=lambda: self._report_progress(),
+        )
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return guard_passes(self._ranks, what)

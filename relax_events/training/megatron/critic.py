@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from relax_events.config import RunConfig
 from relax_events.media.library import MediaLibrary
@@ -24,6 +23,7 @@ from relax_events.training.megatron.cpu import cuda_calls_on_cpu
 from relax_events.training.megatron.layout import rank_shards
 from relax_events.training.megatron.opening import (
     build_own_towers,
+    compute_outputs,
     guard_passes,
     needs_megatron,
     open_device,
@@ -114,24 +114,13 @@ class MegatronCritic(ValueTraining):
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=True)
         return self._media.add_to(batch, samples)
 
-    def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.float32]]:
+    def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.floating]]:
         """Yield the values of micro-batches, zeros where another pipeline stage has them; see
         `ValueTraining`.
         """
-        from relax_events.training.megatron.stage import Work
-
-        values_of_batches = [np.zeros(len(one.targets), np.float32) for one in batches]
-
-        def keeping(index: int) -> Work:
-            def keep(values: Tensor) -> Tensor:
-                values_of_batches[index] = values.float().cpu().numpy()
-                return values.sum()
-
-            return Work(batches[index], keep)
-
-        works = pad_works([keeping(index) for index in range(len(batches))], self._ranks)
-        self._model.run(works, forward_only=True)
-        yield from values_of_batches
+        yield from compute_outputs(
+            self._model, batches, self._ranks, read=lambda values: values.float()
+        )
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return guard_passes(self._ranks, what)

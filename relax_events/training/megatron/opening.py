@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from relax_events.config import ModelConfig
 from relax_events.config.topology import Coordinates, Topology
@@ -24,7 +26,8 @@ from relax_events.training.megatron.towers import Towers, build_towers, read_tow
 from relax_events.training.ranks import Ranks
 
 if TYPE_CHECKING:
-    from relax_events.training.megatron.stage import Work
+    from relax_events.training.batch.packing import PackedBatch
+    from relax_events.training.megatron.stage import ModelStage, Work
 
 
 def open_device(name: str, *, ranks: Ranks, threads: int) -> torch.device:
@@ -131,3 +134,40 @@ def pad_works(works: Sequence[Work], ranks: Ranks) -> list[Work]:
         most = int(ranks.all_gather(np.array([most])).max())
     padding = [Work(None, lambda result: result)] * (most - len(works))
     return [*works, *padding]
+
+
+def compute_outputs(
+    model: ModelStage,
+    batches: Sequence[PackedBatch],
+    ranks: Ranks,
+    *,
+    read: Callable[[Any], Tensor],
+    on_done: Callable[[], None] = lambda: None,
+) -> list[NDArray[np.floating]]:
+    """Run micro-batches forward; return a number for each loss token, zeros where another pipeline
+    stage has them. Collective over the ranks that hold the model.
+
+    Args:
+        model: This rank's part.
+        batches: The same on all ranks that hold the model together.
+        ranks: This process and its peers.
+        read: Returns the numbers among what the last stage computes.
+        on_done: Called after each forward pass of a chunk.
+    """
+    from relax_events.training.megatron.stage import Work
+
+    outputs: list[NDArray[np.floating]] = [
+        np.zeros(len(batch.targets), np.float32) for batch in batches
+    ]
+
+    def keeping(index: int) -> Work:
+        def keep(result: Any) -> Tensor:
+            values = read(result)
+            outputs[index] = values.cpu().numpy()
+            return values.sum()
+
+        return Work(batches[index], keep)
+
+    works = pad_works([keeping(index) for index in range(len(batches))], ranks)
+    model.run(works, forward_only=True, on_done=on_done)
+    return outputs

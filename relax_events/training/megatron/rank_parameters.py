@@ -27,7 +27,7 @@ from torch import distributed as dist
 
 from relax_events.config import TrainerConfig
 from relax_events.training.backend.flat_adamw import MOMENTS
-from relax_events.training.backend.flat_part import FlatPart
+from relax_events.training.backend.flat_parameters import FlatPart
 from relax_events.training.backend.parameter_store import ParameterStore
 from relax_events.training.backend.state import StateShard, StateSource
 from relax_events.training.megatron.layout import Shard, cut, full_shapes, holds_first_copy
