@@ -49,6 +49,9 @@ def read_facts(path: Path) -> CheckpointFacts:
             max_position_embeddings=int(
                 config.get("max_position_embeddings") or DEFAULT_MAX_POSITIONS
             ),
+            architecture=str(
+                (settings.get("architectures") or [settings.get("model_type", "unknown")])[0]
+            ),
             has_tied_head=_has_tied_head(settings),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -58,6 +58,7 @@ class CheckpointFacts:
     optimizer_bytes: float = ADAMW_BYTES
     """Of the optimizer's state for each parameter that is trained; `trainer.optimizer`'s where that
     is another one than AdamW."""
+    architecture: str = "unknown"
 
     @property
     def num_outer_parameters(self) -> int:

@@ -19,7 +19,7 @@ from relax_events.events.types import PolicyVersionPublished
 from relax_events.examples.tiny_models import make_tiny
 from relax_events.launcher.doctor import run_checks_with_defaults
 from relax_events.launcher.requirements import require_model
-from relax_events.launcher.run_file.model_facts import read_model_facts
+from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
 from relax_events.launcher.weights_fit import require_fitting_model
 from relax_events.model_folder.tensors import StoredTensors, list_weight_files, read_layouts
 from relax_events.models.adapter_folder import TENSORS_FILE, read_adapter_tensors
@@ -184,7 +184,9 @@ def convert(config: RunConfig) -> None:
 
 
 DOORS: dict[str, Callable[[RunConfig], object]] = {
-    "relax init": lambda config: read_model_facts(config.model.path),
+    "relax init": lambda config: propose_run_file(
+        "run", config.model.path, config.run.directory, Wishes()
+    ),
     "relax plan": plan,
     "relax doctor": run_doctor,
     "launcher": require_model,

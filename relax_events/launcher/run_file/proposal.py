@@ -24,7 +24,9 @@ from relax_events.launcher.run_file.columns import (
     guess_columns,
     propose_reward,
 )
-from relax_events.launcher.run_file.model_facts import ModelFacts, read_model_facts
+from relax_events.model_folder.tensors import require_layouts
+from relax_events.models.checkpoint_facts import read_facts
+from relax_events.planning.inventory import CheckpointFacts, get_value_bytes
 
 NUM_ROWS = 200
 """Rows whose columns and lengths are looked at."""
@@ -57,7 +59,8 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
         ConfigError: The model or the data can't be read, or a column or reward is not clear; the
             text says which flag names it.
     """
-    facts = read_model_facts(model)
+    facts = read_facts(model)
+    require_layouts(model)
     source = _name_source(data)
     rows = read_rows(data, wishes.split)
     columns = guess_columns(rows, prompt=wishes.prompt, answer=wishes.answer)
@@ -161,7 +164,7 @@ def measure_prompts(model: Path, settings: DataConfig) -> int:
     return longest
 
 
-def divide_context(facts: ModelFacts, reward: ProposedReward, longest: int) -> tuple[int, int]:
+def divide_context(facts: CheckpointFacts, reward: ProposedReward, longest: int) -> tuple[int, int]:
     """Return the tokens for a prompt and for a completion.
 
     Args:
@@ -173,7 +176,7 @@ def divide_context(facts: ModelFacts, reward: ProposedReward, longest: int) -> t
     """
     prompt_tokens = -(-max(longest, 1) * 5 // 4 // PADDING_TOKENS) * PADDING_TOKENS
     new_tokens = LONG_ANSWERS.get(reward.function, SHORT_ANSWER)
-    limit = facts.max_context_tokens or prompt_tokens + new_tokens
+    limit = facts.max_position_embeddings
     if limit <= longest:
         raise ConfigError(
             f"the model reads at most {limit} tokens, and a prompt has {longest}; take a model "
@@ -183,7 +186,22 @@ def divide_context(facts: ModelFacts, reward: ProposedReward, longest: int) -> t
     return prompt_tokens, min(new_tokens, limit - prompt_tokens)
 
 
-def _render(*, facts: ModelFacts, **values: Any) -> str:
+def describe_memory(facts: CheckpointFacts) -> str:
+    """Return what an engine and a trainer need, without activations and cache."""
+    served = _format_bytes(facts.num_parameters * get_value_bytes(facts.dtype))
+    trained = _format_bytes(facts.training_bytes(facts.dtype))
+    return (
+        f"{facts.num_parameters / 1e6:,.1f} million parameters: an engine holds {served} of "
+        f"weights, a trainer {trained} of weights, gradients and AdamW's moments; cache and "
+        "activations come on top"
+    )
+
+
+def _format_bytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _render(*, facts: CheckpointFacts, **values: Any) -> str:
     environment = Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -194,5 +212,9 @@ def _render(*, facts: ModelFacts, **values: Any) -> str:
     environment.filters["toml"] = partial(json.dumps, ensure_ascii=False)
     template = files(__package__).joinpath("run.toml.jinja").read_text("utf-8")
     return environment.from_string(template).render(
-        facts=facts, num_rows=NUM_ROWS, is_large=facts.num_parameters >= LARGE_MODEL, **values
+        facts=facts,
+        memory=describe_memory(facts),
+        num_rows=NUM_ROWS,
+        is_large=facts.num_parameters >= LARGE_MODEL,
+        **values,
     )

@@ -12,8 +12,8 @@ import pytest
 
 from relax_events.errors import ConfigError
 from relax_events.launcher.run_file.columns import Columns, guess_columns, propose_reward
-from relax_events.launcher.run_file.model_facts import read_model_facts
 from relax_events.launcher.run_file.proposal import Wishes, divide_context, propose_run_file
+from relax_events.models.checkpoint_facts import read_facts
 
 MESSAGES = [{"role": "user", "content": "why"}]
 ANSWERED = [*MESSAGES, {"role": "assistant", "content": "so"}]
@@ -97,6 +97,11 @@ def write_model(folder: Path, config: dict[str, Any]) -> None:
     header = {"a": {"dtype": "BF16", "shape": [3, 4], "data_offsets": [0, 24]}, "__metadata__": {}}
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(24))
+    sizes = config.get("text_config", config)
+    sizes |= dict.fromkeys(
+        ("hidden_size", "num_attention_heads", "vocab_size", "num_hidden_layers"), 4
+    )
+    sizes["intermediate_size"] = 8
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -109,8 +114,9 @@ def test_model_facts_come_from_its_files(tmp_path: Path) -> None:
             "text_config": {"max_position_embeddings": 100},
         },
     )
-    facts = read_model_facts(tmp_path)
-    assert (facts.num_parameters, facts.max_context_tokens, facts.dtype) == (12, 100, "bfloat16")
+    facts = read_facts(tmp_path)
+    assert (facts.num_parameters, facts.max_position_embeddings) == (12, 100)
+    assert (facts.dtype, facts.architecture) == ("bfloat16", "Qwen3VL")
     reward = propose_reward([{"prompt": "p", "answer": "4"}], Columns("prompt", "answer"))
     assert divide_context(facts, reward, 40) == (50, 50)
     with pytest.raises(ConfigError, match="reads at most 100 tokens, and a prompt has 100"):
@@ -131,8 +137,9 @@ def test_run_file_is_proposed_with_a_reason_for_each_value(tmp_path: Path) -> No
 
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no config.json"):
-        read_model_facts(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"config\.json can't be read"):
+        propose_run_file("mine", tmp_path, tmp_path, Wishes())
+    write_model(tmp_path, {})
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
-        read_model_facts(tmp_path)
+        propose_run_file("mine", tmp_path, tmp_path, Wishes())

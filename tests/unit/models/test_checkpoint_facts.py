@@ -56,7 +56,9 @@ def test_facts_of_a_dense_model_are_read(tmp_path: Path) -> None:
     facts = read_facts(
         folder_of(tmp_path, QWEN3_4B, {"a": ("bfloat16", (100, 10)), "b": ("bfloat16", (24,))})
     )
-    assert facts == CheckpointFacts("bfloat16", 1024, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
+    assert facts == CheckpointFacts(
+        "bfloat16", 1024, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960, architecture="qwen3"
+    )
 
 
 def test_moe_mlp_size_counts_only_the_active_experts(tmp_path: Path) -> None:
