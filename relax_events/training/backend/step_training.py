@@ -4,7 +4,8 @@ step's end, one optimizer step or several, and none with a loss or gradient that
     PolicyTraining      the policy's objective; each data-parallel rank has its own samples
     ValueTraining       the critic's value loss; every rank has all samples and takes its share
 
-A backend adds the model: how micro-batches run forward and backward, and the parameters.
+A backend adds the model: how micro-batches run forward and backward, and the parameters
+(ADR 56).
 """
 
 from __future__ import annotations
