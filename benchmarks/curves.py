@@ -100,7 +100,7 @@ class Learnt:
 
 
 def read_learning_curve(data: Mapping[str, Any], algorithm: str, seed: int) -> Learnt:
-    """Read a run's report: the rewards of its evaluations where it has any, else those of its
+    """Read a run's report: the rewards of its evaluations where it has any, else of its
     steps.
 
     Raises:
@@ -125,8 +125,8 @@ def name_result(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER
 
 
 def run(algorithm: str, seed: int, num_steps: int, folder: Path = FOLDER) -> Learnt:
-    """Run an algorithm, or read the report of its run that is there; one that was stopped is taken
-    up again.
+    """Run an algorithm, or read the report of its run that is there; a stopped run is
+    resumed.
 
     Raises:
         CalledProcessError: The run did not reach its goal, or a model could not be made.
@@ -158,7 +158,7 @@ def lay_out_rows(learned: Iterable[Learnt]) -> list[dict[str, str]]:
 
 
 def lay_out_row(name: str, runs: Sequence[Learnt]) -> dict[str, str]:
-    """Write those of one algorithm."""
+    """Write the runs of one algorithm."""
     steps = [str(one.num_steps_to_aim or "never") for one in runs]
     settings = ", ".join(
         f"`{setting.removeprefix('algorithm.')}`"

@@ -493,7 +493,7 @@ def spent(before: Sequence[BrokerUse], after: Sequence[BrokerUse]) -> float:
 
 
 def lay_out(one: dict[str, Any]) -> dict[str, str]:
-    """Lay out a case: the start, the load, what is open, what is asked for at rest."""
+    """Lay out a case: the start, the load, open connections and files, requests at rest."""
     number, load, rest = one["num_workers"], one["load"], one["rest"]
     connections = [broker["num_connections"] for broker in one["brokers"]]
     return {

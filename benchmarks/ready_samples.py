@@ -24,7 +24,7 @@ def ready_sample(
 
     Args:
         tokens: Prompt and completion.
-        num_prompt_tokens: Of them, those that carry no loss.
+        num_prompt_tokens: How many of them carry no loss.
         samples_per_prompt: Of its prompt group.
         group_index: Of its prompt group in the train batch.
         sample_index: In the prompt group.
@@ -72,7 +72,7 @@ def random_sample(
         generator: Of the tokens.
         num_tokens: Of prompt and completion.
         vocab_size: Bound of token ids.
-        num_prompt_tokens: Of them, those that carry no loss.
+        num_prompt_tokens: How many of them carry no loss.
         logprob: Log-probability of each sampled token in the rollout.
         sample_index: In the prompt group: even ones have the advantage 1, odd ones -1.
         group_index: Of its prompt group in the train batch.

@@ -168,7 +168,7 @@ def milliseconds(used: Used) -> float:
 
 
 def rows(after: Rounds, before: Rounds = ()) -> list[dict[str, str]]:
-    """Lay out the roles, those that used most first.
+    """Lay out the roles, largest use first.
 
     Args:
         after: Of this checkout: what a sample used by role, round by round.
@@ -235,8 +235,11 @@ def main() -> None:
                         arguments.steps,
                     )
                     rounds_by_checkout[checkout][name].append(steady)
-                    taken = f"{milliseconds(steady.total):.2f} ms a sample"
-                    print(f"{checkout.name}, {name}: {taken}, {steady.rate:.0f}/s", file=sys.stderr)
+                    print(
+                        f"{checkout.name}, {name}: {milliseconds(steady.total):.2f} ms a sample, "
+                        f"{steady.rate:.0f}/s",
+                        file=sys.stderr,
+                    )
     after, before = (
         rounds_by_checkout[here],
         rounds_by_checkout[checkouts[1]] if arguments.before else {},

@@ -43,7 +43,7 @@ class TimedBackend:
 
     @property
     def vocab_size(self) -> int:
-        """Bound of the token ids, above those of the tokenizer."""
+        """Bound of the token ids, above the tokenizer's ids."""
         return VOCAB_SIZE
 
     @property

@@ -1,7 +1,7 @@
 """One run of TRL's GRPOTrainer on the task of a run file, in TRL's own environment: `python -m
 benchmarks.trl_run RUN_FILE RESULT`.
 
-The prompts are those that our prompter issues, step by step; the reward is the same function,
+The prompts are the ones of our prompter, step by step; the reward is the same function,
 called in the trainer's process.
 """
 

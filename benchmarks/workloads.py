@@ -69,7 +69,7 @@ def lay_out_rows(measured: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def lay_out_row(one: dict[str, Any], colocated: dict[str, Any]) -> dict[str, str]:
-    """Write those of one."""
+    """Write the metrics of one run."""
     paper = WORKLOADS[one["workload"]].paper_step_seconds
     step = paper.get(one["mode"])
     return {

@@ -259,7 +259,7 @@ class PrompterLoop:
         )
 
     def _decode(self, record: Record) -> Event | None:
-        """Return a record's event; None for one of an unknown producer, which the rollout role
+        """Return a record's event; None for a record of an unknown producer, which the rollout role
         writes to the dead letters.
         """
         with suppress(CorruptRecord, PoisonSample, SchemaError):

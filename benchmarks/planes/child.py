@@ -80,15 +80,15 @@ class Child:
     def take(self, *, address: str, channel: str, consumer: str, num_samples: int) -> None:
         """Take samples and keep them, undone; the parent kills us next."""
         reader = self._plane.open_reader(address, channel, consumer)
-        taken = 0
-        while taken < num_samples:
-            taken += reader.take(num_samples - taken, timeout_seconds=WAIT_SECONDS)
-        self.answer(taken=taken)
+        num_taken = 0
+        while num_taken < num_samples:
+            num_taken += reader.take(num_samples - num_taken, timeout_seconds=WAIT_SECONDS)
+        self.answer(taken=num_taken)
 
     def rest(
         self, *, address: str, channel: str, consumer: str, num_samples: int, quiet_seconds: float
     ) -> None:
-        """Read what there is, until all rows came or nothing comes for `quiet_seconds`; answer with
+        """Read samples until all rows came or nothing comes for `quiet_seconds`; answer with
         how many distinct rows came."""
         reader = self._plane.open_reader(address, channel, consumer)
         rows: set[int] = set()

@@ -98,7 +98,7 @@ class KafkaWriter:
 
 
 class KafkaReader:
-    """A member of a consumer group that commits what it has finished, as the map roles do. It is
+    """A member of a consumer group that commits finished records, as the map roles do. It is
     ready once a fetch has returned for each of its partitions: the first fetch of a new member may
     ask for some of them only, and the others wait for up to half a second then.
     """

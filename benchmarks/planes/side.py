@@ -112,7 +112,7 @@ class Side:
         return self._writer
 
     def readers(self, count: int) -> list[Process]:
-        """Return so many reading processes, starting those that don't run yet."""
+        """Return so many reading processes, starting the missing ones."""
         while len(self._readers) < count:
             self._readers.append(self.process())
         return self._readers[:count]

@@ -105,7 +105,7 @@ class TransferQueueWriter:
 
 
 class TransferQueueReader:
-    """A task: it gets every sample of the partition once; what it has received counts as
+    """A task: it gets every sample of the partition once; a received sample counts as
     consumed."""
 
     def __init__(self, address: str, channel: str, consumer: str) -> None:

@@ -199,7 +199,7 @@ def _scale_out_routes(caller: _Caller) -> APIRouter:
 
     @routes.get("/scale_out")
     def list_scale_out(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """List scale-out requests: the open ones, and those that ended within seven days or are
+        """List scale-out requests: the open ones, and requests that ended within seven days or are
         among the newest 100.
         """
         return caller.call(lambda service: service.views(Kind.OUT, model=model_name, status=status))
@@ -244,7 +244,7 @@ def _scale_in_routes(caller: _Caller) -> APIRouter:
 
     @routes.get("/scale_in")
     def list_scale_in(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """List scale-in requests: the open ones, and those that ended within seven days or are
+        """List scale-in requests: the open ones, and requests that ended within seven days or are
         among the newest 100.
         """
         return caller.call(lambda service: service.views(Kind.IN, model=model_name, status=status))

@@ -34,12 +34,12 @@ def read_published(schema_json: bytes | str) -> Any:
     text = schema_json.encode() if isinstance(schema_json, str) else bytes(schema_json)
     if len(text) > MAX_SCHEMA_BYTES:
         raise SchemaError(
-            f"published schema has {len(text)} bytes; one of an event has at most "
+            f"published schema has {len(text)} bytes; an event's schema has at most "
             f"{MAX_SCHEMA_BYTES}"
         )
     if (depth := _depth(text)) > MAX_DEPTH:
         raise SchemaError(
-            f"published schema is nested {depth} deep; one of an event at most {MAX_DEPTH}"
+            f"published schema is nested {depth} deep; an event's schema at most {MAX_DEPTH}"
         )
     try:
         return json.loads(text)

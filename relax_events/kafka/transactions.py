@@ -147,7 +147,7 @@ class TransactionalWriter:
             try:
                 self._try(records, list(offsets), reader, before_commit)
             except Fenced:
-                self._is_fenced = True  # a new producer would fence the one that took over
+                self._is_fenced = True  # a new producer would fence the producer that took over
                 raise
             except BrokerRefused:
                 self._producer = self._initialise()  # aborts what is open

@@ -67,7 +67,7 @@ log = structlog.get_logger()
 TURN_SECONDS = 0.5
 LAG_EVERY_SECONDS = 2.0
 LAG_TIMEOUT_SECONDS = (
-    2.0  # we also tend the broker: asking one that died must not keep us from starting it again
+    2.0  # we also tend the broker: asking a dead broker must not keep us from starting it again
 )
 
 

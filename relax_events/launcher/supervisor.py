@@ -238,7 +238,7 @@ class Supervisor:
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
 
     def poll(self, progress: Progress) -> list[str]:
-        """Check the processes once, and restart the ones that are due.
+        """Check the processes once, and restart the processes that are due.
 
         Args:
             progress: The run's progress by now.
