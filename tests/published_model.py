@@ -109,7 +109,7 @@ def change_weights(backend: TorchBackend, *, seed: int, num_changed: int = 40) -
     chosen = torch.randperm(len(values), generator=generator)[: len(values) // num_changed]
     with torch.no_grad():
         values[chosen] += 0.3 * torch.randn(len(chosen), generator=generator)
-    backend._parameters._copy_to_model()
+    backend._parameters.rebuild(with_gradients=True)
     backend.skip_step()
 
 
