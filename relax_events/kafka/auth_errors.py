@@ -30,6 +30,9 @@ LOGIN_REMEDY = (
 METADATA_REQUEST = bytes.fromhex("0000000e 0003 0001 00000001 ffff 00000000")
 """Metadata request version 1 for no topic: size, API key, version, correlation id, no client id, an
 empty list."""
+UNANSWERED = "Local: Timed out"
+"""In the text of a login that the broker did not answer: it is slow or stopped, and refused
+nothing."""
 CERTIFICATE_REMEDY = (
     "set broker.ca_file to the authority that signed the brokers' certificates, use a host "
     "name that they contain, and renew expired ones: relax broker secure CONFIG "
@@ -54,7 +57,8 @@ class AuthFailureTracker:
     def record(self, error: KafkaError) -> None:
         """Record a background error of a client."""
         with self._lock:
-            if error.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL):
+            is_about_access = error.code() in (KafkaError._AUTHENTICATION, KafkaError._SSL)
+            if is_about_access and UNANSWERED not in error.str():
                 self._since = self._since if self._latest else time.monotonic()
                 self._latest = error
             elif "Connect to" in error.str():

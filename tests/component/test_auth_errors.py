@@ -206,6 +206,16 @@ def test_lost_connection_clears_recorded_auth_failure() -> None:
     assert refusals.latest is None
 
 
+def test_login_that_a_slow_broker_does_not_answer_is_no_auth_failure() -> None:
+    refusals = AuthFailureTracker()
+    for text in (
+        "SASL SCRAM-SHA-512 mechanism handshake failed: Local: Timed out: broker's supported ...",
+        "SASL authentication error: SaslAuthenticateRequest failed: Local: Timed out (after 4006ms",
+    ):
+        refusals.record(KafkaError(KafkaError._AUTHENTICATION, text))
+    assert (refusals.latest, refusals.seconds) == (None, 0.0)
+
+
 def test_access_denied_in_background_thread_is_raised_in_caller() -> None:
     refusals = AuthFailureTracker()
     refusals.raise_fatal()

@@ -17,6 +17,8 @@ from relax_events.runtime.failpoints import POINTS
 
 STEPS = 14
 STEPS_OF_ONE_ROLE = 6
+ENDED_SECONDS = 600.0
+"""Ten workers start again up to ten times: a slow machine needs minutes for it."""
 BY_DEFAULT = [
     (
         "rollout.before_flush:2",
@@ -79,6 +81,7 @@ def test_every_failpoint_is_covered_by_a_test() -> None:
     ) == sorted(POINTS)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "points",
     [*BY_DEFAULT, *(pytest.param(points, marks=pytest.mark.long) for points in LONG)],
@@ -121,7 +124,7 @@ def test_run_finishes_when_workers_are_killed_at_failpoints(
     )
     armed = [f"{point}=kill" for point in points]
     run.arm(*armed)
-    assert run.wait_until_ended(run.start()) == 0
+    assert run.wait_until_ended(run.start(), timeout_seconds=ENDED_SECONDS) == 0
     assert run.fired() == {failpoint_marker(point) for point in armed}
     assert_ledger_balances(run)
     if is_evaluated:
