@@ -1,14 +1,11 @@
-"""How fast a policy version is sent to an engine, and what of it the trainer's step waits for:
-`python -m benchmarks.weights`."""
+"""How fast a policy version is sent to an engine: `python -m benchmarks.weights`."""
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +19,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from benchmarks import report, weights_runs
-from benchmarks.timed_run import open_stage
+from benchmarks import report
 from relax_events.config import WeightsConfig
 from relax_events.events.types import BroadcastMembership
 from relax_events.objects import ObjectStore
@@ -207,53 +203,18 @@ def speed_rows(num_bytes: int, seconds: Mapping[str, Sequence[float]]) -> list[d
     ]
 
 
-def run_rows(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Write the runs for people."""
-    rows = []
-    for side in weights_runs.SIDES:
-        runs = [one for one in measured if one["side"] == side]
-        median = {
-            key: statistics.median(run[key] for run in runs)
-            for key in ("step_seconds", "exposed_seconds", "served_seconds")
-        }
-        rows.append(
-            {
-                "weights": side,
-                "step, s": f"{median['step_seconds']:.2f}",
-                "exposed, s": f"{median['exposed_seconds']:.3f}",
-                "of a step, each run": ", ".join(
-                    f"{run['exposed_seconds'] / run['step_seconds']:.1%}" for run in runs
-                ),
-                "served after, s": f"{median['served_seconds']:.3f}",
-            }
-        )
-    return rows
-
-
-def main(arguments: Sequence[str] = ()) -> None:
+def main() -> None:
     """Measure and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each side")
-    options = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     num_bytes, seconds = measure_ways(NUM_ROUNDS)
-    with open_stage(None) as stage:
-        measured = [
-            weights_runs.measure(stage, side)
-            for _ in range(options.repeats)
-            for side in weights_runs.SIDES
-        ]
     report.write(
         "weights",
         title="Weights on their way to the engines",
-        command=f"python -m benchmarks.weights --repeats {options.repeats}",
-        tables={
-            "How fast": speed_rows(num_bytes, seconds),
-            "What a step waits for": run_rows(measured),
-        },
-        data={"seconds": seconds, "runs": measured, "load": load},
+        command="python -m benchmarks.weights",
+        rows=speed_rows(num_bytes, seconds),
+        data={"seconds": seconds, "load": load},
     )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

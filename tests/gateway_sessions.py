@@ -1,4 +1,4 @@
-"""The turns of a scripted policy, for tests and for `benchmarks.http_front`."""
+"""The turns of a scripted policy."""
 
 from __future__ import annotations
 
