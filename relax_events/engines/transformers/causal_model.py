@@ -1,5 +1,5 @@
 """The causal language model of the engine: prefill, decoding, weight updates. Only this module
-calls the model.
+calls the model, which transformers' modules compute (ADR 61).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
-import structlog
 import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
@@ -26,13 +25,11 @@ from relax_events.models import layers as attention
 from relax_events.models.adapter_folder import read_adapter_tensors
 from relax_events.models.adapters import Adapters, published_parameters, replace_version
 from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm
-from relax_events.models.direct_model import DirectModel, is_plain
 from relax_events.models.families import read_family
 from relax_events.models.layers import ROW_BLOCK, use_padded_experts
 from relax_events.models.offload import Offload
 from relax_events.models.routers import Routers, split_rows
 
-log = structlog.get_logger()
 FULL, LINEAR = "full_attention", "linear_attention"
 LINEAR_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
 """Model types with linear attention whose states the engine's cache can hold."""
@@ -76,8 +73,6 @@ class CausalModel:
             else None
         )
         self._require_linear_head(path)
-        self._direct: DirectModel | None = None
-        self._direct = self._try_direct_model()
 
     @property
     def pads_prompts(self) -> bool:
@@ -133,9 +128,6 @@ class CausalModel:
         """
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
         rows = torch.arange(len(last), device=self.device)
-        if self._direct is not None:
-            cache = DynamicCache()
-            return self._logits(self._direct(input_ids, positions, cache)[rows, last]), cache
         cache = DynamicCache(config=self._module.config)
         media = self.family.build_inputs(
             sequences, position_ids=np.tile(np.arange(input_ids.shape[1]), (len(input_ids), 1))
@@ -167,10 +159,6 @@ class CausalModel:
         cache.begin_step(positions, num_tokens=num_tokens)
         seen = torch.arange(num_tokens, device=self.device) <= positions[:, None]
         mask = torch.where(seen, 0.0, float("-inf")).to(self._module.dtype)[:, None, None]
-        if self._direct is not None:
-            return self._logits(
-                self._direct(tokens[:, None], positions[:, None], cache, mask)[:, 0]
-            )
         output = self.family.language_model(self._module)(
             input_ids=tokens[:, None],
             position_ids=self.family.decoding_positions(positions[:, None], shifts[:, None]),
@@ -245,38 +233,6 @@ class CausalModel:
         padding = -num_rows % ROW_BLOCK
         logits: Tensor = self._head(nn.functional.pad(hidden, (0, 0, 0, padding)))
         return logits[:num_rows]
-
-    @torch.inference_mode()
-    def _try_direct_model(self) -> DirectModel | None:
-        """Return a way around the modules, if it gives the same bits as they for a probe."""
-        language_model = self.family.language_model(self._module)
-        if self.layout is not None or not is_plain(
-            language_model, attention=attention.ATTENTION_IMPLEMENTATION
-        ):
-            return None
-        direct = DirectModel(language_model)
-        logits = [self._probe(way) for way in (None, direct)]
-        if not torch.equal(*logits):
-            log.warning("direct_model.differs", largest=float((logits[0] - logits[1]).abs().max()))
-            return None
-        return direct
-
-    def _probe(self, direct: DirectModel | None) -> Float[Tensor, "rows vocabulary"]:
-        """Return the logits after short prompts, and after one more token, of one way to compute
-        them.
-        """
-        self._direct = direct
-        num_rows, length = self.row_block, 16
-        tokens = torch.arange(num_rows * length, device=self.device) * 7 % self.vocab_size
-        last = torch.full((num_rows,), length - 1, device=self.device)
-        prefilled, prompts = self.prefill(tokens.view(num_rows, length), last)
-        cache, rows = RowCache(max_rows=num_rows, max_tokens=2 * length), range(num_rows)
-        cache.fill(rows, prompts, sources=rows, num_tokens=length)
-        shifts = torch.zeros_like(last)
-        decoded = self.decode(
-            tokens[:num_rows], last + 1, cache, num_tokens=2 * length, shifts=shifts
-        )
-        return torch.cat([prefilled, decoded])
 
     @torch.inference_mode()
     def _require_linear_head(self, path: Path) -> None:

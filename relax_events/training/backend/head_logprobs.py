@@ -20,30 +20,12 @@ HEAD_ROWS = 8
 
 
 class HeadInputs(NamedTuple):
-    """What the output head takes.
+    """What the output head takes at each loss token; `ids` are the requested ones."""
 
-    Attributes:
-        hidden: A row for each loss token, or for each of those `rows` that are computed once.
-        targets: Of each loss token.
-        temperatures: Of each row of `hidden`.
-        ids: The requested ones of each loss token.
-        rows: Row of each loss token; None where each has its own.
-    """
-
-    hidden: Float[Tensor, "rows hidden"]
+    hidden: Float[Tensor, "loss_tokens hidden"]
     targets: Int[Tensor, " loss_tokens"]
-    temperatures: Float[Tensor, " rows"]
+    temperatures: Float[Tensor, " loss_tokens"]
     ids: Int[Tensor, "loss_tokens ids"]
-    rows: Int[Tensor, " loss_tokens"] | None = None
-
-    def expanded(self) -> HeadInputs:
-        """Return the same with a row for each loss token."""
-        if self.rows is None:
-            return self
-        hidden, temperatures = (
-            values.index_select(0, self.rows) for values in (self.hidden, self.temperatures)
-        )
-        return HeadInputs(hidden, self.targets, temperatures, self.ids)
 
 
 def apply_head(
@@ -63,19 +45,17 @@ def apply_head(
     if len(inputs.targets) <= chunk:
         return _apply_whole_head(head, inputs, entropy_gradient, num_top)
     chunked = ChunkedHead(head)
-    *values_of_tokens, _ = inputs.expanded()
     parts = [
         checkpoint(
             _head_logprobs,
             chunked,
             *piece,
-            None,
             entropy_gradient,
             num_top,
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        for piece in zip(*(values.split(chunk) for values in values_of_tokens), strict=True)
+        for piece in zip(*(values.split(chunk) for values in inputs), strict=True)
     ]
     return tuple(torch.cat(values) for values in zip(*parts, strict=True))
 
@@ -83,28 +63,26 @@ def apply_head(
 def _apply_whole_head(
     head: nn.Module, inputs: HeadInputs, entropy_gradient: bool, num_top: int
 ) -> tuple[Tensor, ...]:
-    """Apply the head to all rows at once, padded to a multiple of `HEAD_ROWS`."""
-    missing = -len(inputs.hidden) % HEAD_ROWS
-    hidden = torch.nn.functional.pad(inputs.hidden, (0, 0, 0, missing))
-    temperatures = torch.nn.functional.pad(inputs.temperatures, (0, missing), value=1)
-    num_tokens, rows = len(inputs.targets), inputs.rows
-    targets, ids = inputs.targets, inputs.ids
-    if rows is None:
-        targets = torch.nn.functional.pad(targets, (0, missing))
-        ids = torch.nn.functional.pad(ids, (0, 0, 0, missing))
-    whole = _head_logprobs(
-        head, hidden, targets, temperatures, ids, rows, entropy_gradient, num_top
+    """Apply the head to all loss tokens at once, padded to a multiple of `HEAD_ROWS`."""
+    num_tokens, missing = len(inputs.targets), -len(inputs.targets) % HEAD_ROWS
+    targets, temperatures = (
+        torch.nn.functional.pad(values, (0, missing), value=1)
+        for values in (inputs.targets, inputs.temperatures)
     )
+    hidden, ids = (
+        torch.nn.functional.pad(values, (0, 0, 0, missing))
+        for values in (inputs.hidden, inputs.ids)
+    )
+    whole = _head_logprobs(head, hidden, targets, temperatures, ids, entropy_gradient, num_top)
     return tuple(values[:num_tokens] for values in whole)
 
 
 def _head_logprobs(
     head: Callable[[Tensor], Tensor],
-    hidden: Float[Tensor, "rows hidden"],
+    hidden: Float[Tensor, "tokens hidden"],
     targets: Int[Tensor, " tokens"],
-    temperatures: Float[Tensor, " rows"],
+    temperatures: Float[Tensor, " tokens"],
     ids: Int[Tensor, "tokens ids"],
-    rows: Int[Tensor, " tokens"] | None,
     entropy_gradient: bool,
     num_top: int,
 ) -> tuple[
@@ -119,19 +97,10 @@ def _head_logprobs(
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(logprobs.exp() * logprobs).sum(-1)
     if num_top:
-        row_logprobs = (
-            logprobs.detach() if rows is None else logprobs.detach().index_select(0, rows)
-        )
-        ids = _with_most_probable(ids, row_logprobs, num_top)
+        ids = _with_most_probable(ids, logprobs.detach(), num_top)
     # Once for both: a second `gather` without a gradient would keep each chunk's log-probabilities
     # until the end of the backward pass.
-    columns = torch.cat([targets[:, None], ids], dim=-1)
-    if rows is None:
-        chosen = logprobs.gather(-1, columns)
-    else:
-        entropies = entropies.index_select(0, rows)
-        columns = columns + rows[:, None] * logprobs.shape[1]
-        chosen = logprobs.flatten().index_select(0, columns.flatten()).view(columns.shape)
+    chosen = logprobs.gather(-1, torch.cat([targets[:, None], ids], dim=-1))
     return chosen[:, 0], entropies, ids, chosen[:, 1:]
 
 

@@ -1,6 +1,6 @@
 """Runs a causal language model for trainer and scorers: packed micro-batch in, log-probabilities of
-its loss tokens out. A large output head is applied in chunks, whose weight gradients are added in
-at least float32.
+its loss tokens out. The model is computed by transformers' modules (ADR 61). A large output head is
+applied in chunks, whose weight gradients are added in at least float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import structlog
@@ -17,7 +16,6 @@ import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from relax_events.config import ModelConfig
@@ -36,7 +34,6 @@ from relax_events.training.backend.packing_probe import (
     build_probe,
     is_isolated,
 )
-from relax_events.training.backend.plain_decoder import PlainDecoder
 from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.backend.tree_attention import ARGUMENT, TreeAttention
 from relax_events.training.batch.packing import PackedBatch, ReplayedExperts, in_one_row
@@ -48,12 +45,6 @@ from relax_events.training.batch.shared_prefixes import (
 )
 
 log = structlog.get_logger()
-MAX_SHORT_SEQUENCE = 256
-"""Tokens of a sequence from which on a CPU takes longer for the attention of blocks that are padded
-to one length, and for their masks, than for a call for each.
-"""
-MAX_ROUNDING = 1e-4
-"""Largest difference of two ways to compute the same in float32, relative to its norm."""
 MIN_LONG_ROW = 2048
 """Tokens of a row in which a mask costs more than a call for each sequence, on a GPU."""
 
@@ -134,7 +125,6 @@ class PolicyModel:
         )
         self._balanced = self._balanced_routers(path) if balances_experts else None
         self._require_linear_head(path)
-        self._decoder = self._find_plain_decoder()
         self.shares_rows = self._isolates_neighbours()
         self.cell_cost = self._cell_cost()
         least = MIN_TOKENS_CPU if device.type == "cpu" else MIN_TOKENS
@@ -146,11 +136,6 @@ class PolicyModel:
     def experts(self) -> ExpertShape | None:
         """Shape of the replayed routing; None where the model routes by itself."""
         return None if self._routers is None else self._routers.shape
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether short sequences are computed without the model's modules; see `PlainDecoder`."""
-        return self._decoder is not None
 
     def token_logprobs(
         self,
@@ -198,39 +183,31 @@ class PolicyModel:
     ) -> tuple[Tensor, ...]:
         if self._goes_by_sequence(batch):
             batch = in_one_row(batch)
-        input_ids, position_ids, targets = (
+        input_ids, position_ids, positions, targets, temperatures = (
             torch.from_numpy(array).to(self.device)
-            for array in (batch.input_ids, batch.position_ids, batch.targets)
+            for array in (
+                batch.input_ids,
+                batch.position_ids,
+                batch.loss_positions,
+                batch.targets,
+                batch.temperatures,
+            )
         )
-        numbers = _head_rows(batch, together=self.device.type == "cpu")
-        cells, temperatures = (torch.from_numpy(part).to(self.device) for part in numbers[:2])
-        rows = None if numbers[2] is None else torch.from_numpy(numbers[2]).to(self.device)
         with self._replay_routing(batch.experts), self._record_routing() as routed:
-            hidden = self._hidden_at(cells, input_ids, position_ids, batch)
+            hidden = (
+                self._hidden(input_ids, position_ids, batch.tree, batch.media)
+                .flatten(0, 1)
+                .index_select(0, positions)
+            )
         requested_ids = torch.from_numpy(
             np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids
         ).to(self.device)
-        inputs = HeadInputs(hidden, targets, temperatures, requested_ids, rows)
+        inputs = HeadInputs(hidden, targets, temperatures, requested_ids)
         chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
         scores = apply_head(
             self._head, inputs, chunk=chunk, entropy_gradient=entropy_gradient, num_top=num_top
         )
         return *scores, self._imbalance(routed, batch)
-
-    def _hidden_at(
-        self,
-        cells: Int[Tensor, " wanted"],
-        input_ids: Int[Tensor, "rows length"],
-        position_ids: Int[Tensor, "rows length"],
-        batch: PackedBatch,
-    ) -> Float[Tensor, "wanted hidden"]:
-        """Return the hidden states of some cells of all rows, concatenated."""
-        if self._decoder is None or batch.position_ids.max() >= MAX_SHORT_SEQUENCE:
-            hidden = self._hidden(input_ids, position_ids, batch.tree, batch.media)
-            return hidden.flatten(0, 1).index_select(0, cells)
-        is_separate = (batch.position_ids == np.arange(input_ids.shape[1])).all()
-        tree = None if is_separate else batch.tree or in_one_row(batch).tree
-        return self._decoder(input_ids, position_ids, tree, cells=cells)
 
     def _goes_by_sequence(self, batch: PackedBatch) -> bool:
         """Return whether a GPU has less work when long rows become sequences of a tree: it has fast
@@ -245,34 +222,6 @@ class PolicyModel:
             and length >= MIN_LONG_ROW
             and int((batch.position_ids.ravel()[batch.cells] == 0).sum()) > num_rows
         )
-
-    def _find_plain_decoder(self) -> PlainDecoder | None:
-        """Return a way around the modules on a CPU, if a probe gets from it what it gets from them:
-        states, and gradients of the first layer, which all others take part in.
-        """
-        base: Any = self.family.language_model(self.module)
-        if (
-            self.device.type != "cpu"
-            or self.dtype != torch.float32
-            or self.family.layout is not None
-            or attention_kinds(self.module) != {"full_attention"}
-            or isinstance(self.module, FSDPModule)
-            or not PlainDecoder.is_plain(base)
-        ):
-            return None
-        decoder, (positions, trees, _) = PlainDecoder(base), BRANCHES
-        ids, position_ids = build_probe(positions, vocab_size=self.vocab_size, device=self.device)
-        tree, cells = PrefixTree(*map(np.array, trees[0])), torch.arange(len(positions))
-        ways = (
-            self._hidden(ids, position_ids, tree)[0],
-            decoder(ids, position_ids, tree, cells=cells),
-        )
-        expected, outputs = (_states_and_gradients(hidden, base.layers[0]) for hidden in ways)
-        difference = max(map(_relative_difference, outputs, expected))
-        if difference > MAX_ROUNDING:
-            log.warning("plain_decoder.differs", largest=difference)
-            return None
-        return decoder
 
     def _imbalance(
         self, routed: Sequence[RoutedLayer], batch: PackedBatch
@@ -438,38 +387,3 @@ class PolicyModel:
         return float(
             2 * config.num_hidden_layers * config.num_attention_heads * head_width / num_weights
         )
-
-
-def _head_rows(
-    batch: PackedBatch, *, together: bool
-) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64] | None]:
-    """Return cells and temperatures that the head is applied at, and which of them predicts each
-    loss token; None where each has its own.
-
-    Args:
-        batch: The micro-batch.
-        together: Apply the head once at a cell that predicts several tokens, of samples that go
-            apart there or do not differ.
-    """
-    cells, temperatures = batch.loss_positions, batch.temperatures
-    if not together:
-        return cells, temperatures, None
-    numbers = (cells << 32) | temperatures.view(np.uint32)
-    _, first, rows = np.unique(numbers, return_index=True, return_inverse=True)
-    if len(first) == len(rows):
-        return cells, temperatures, None
-    return cells[first], temperatures[first], rows
-
-
-def _states_and_gradients(hidden: Tensor, layer: nn.Module) -> list[Tensor]:
-    """Return hidden states, and the gradients of a layer's parameters."""
-    parameters = [one for one in layer.parameters() if one.requires_grad]
-    if not parameters:
-        return [hidden.detach()]
-    # The sum of squares would not do: the last norm fixes it.
-    weights = torch.arange(hidden.numel(), dtype=hidden.dtype).sin().view_as(hidden)
-    return [hidden.detach(), *torch.autograd.grad((hidden * weights).sum(), parameters)]
-
-
-def _relative_difference(outputs: Tensor, expected: Tensor) -> float:
-    return float((outputs - expected).norm() / expected.norm().clamp(min=1e-30))
