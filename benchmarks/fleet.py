@@ -45,11 +45,11 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import COORDINATOR
 from relax_events.kafka.lease_sources import open_lease_source
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.workarounds.silent_members import COORDINATOR
 from relax_events.ops.topic_apply import apply_groups
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.runtime.heartbeat import Heartbeat

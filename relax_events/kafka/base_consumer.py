@@ -19,8 +19,8 @@ from relax_events.kafka.connection import (
     translate,
 )
 from relax_events.kafka.records import Record
-from relax_events.kafka.single_batches import build_fetch_settings
-from relax_events.kafka.stale_leaders import LeaderMonitor
+from relax_events.kafka.workarounds.altered_batches import build_fetch_settings
+from relax_events.kafka.workarounds.stale_leaders import LeaderMonitor
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()

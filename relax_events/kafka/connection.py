@@ -7,12 +7,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-import orjson
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
@@ -29,6 +27,7 @@ from relax_events.errors import (
 )
 from relax_events.kafka.auth_errors import USER_REMEDY, AuthFailureTracker, explain_refusal
 from relax_events.kafka.security.settings import read_client_settings
+from relax_events.kafka.workarounds.lost_addresses import REPORT_SECONDS, AddressMonitor
 
 log = structlog.get_logger()
 
@@ -90,13 +89,6 @@ REMEDIES = {
     ),
 }
 QUIET_SECONDS = 10.0  # attempts come about every second
-LOST_SECONDS = 60.0
-"""A client that has known no broker's address for so long will know none again."""
-REPORT_SECONDS = 20.0
-"""How often a client reports which brokers it knows; its reports stay in its memory until it is
-polled."""
-ADDRESSES = {"configured", "learned"}
-EXCEPTION_LOST = "without setting an exception"
 CALLBACKS = {"error_cb", "on_commit", "stats_cb"}
 
 
@@ -122,28 +114,6 @@ def translate(error: KafkaError, what: str) -> BrokerError:
     if error.code() in UNAVAILABLE or error.retriable():
         return BrokerUnavailable(text)
     return BrokerError(text)
-
-
-@contextmanager
-def translate_fatal_errors(what: str) -> Iterator[None]:
-    """Translate fatal client errors that surface as SystemError.
-
-    The client sets its exception and continues with our callbacks. The next call into the client
-    then fails, or the exception gets lost (seen once with confluent-kafka 2.16.1).
-
-    Raises:
-        BrokerError: The block met a fatal error.
-    """
-    try:
-        yield
-    except SystemError as broken:
-        if isinstance(broken.__cause__, KafkaException):
-            raise translate(extract_error(broken.__cause__), what) from broken
-        if EXCEPTION_LOST in str(broken):
-            raise ClientFailed(
-                f"{what}: the client met an unnamed fatal error; restart the worker"
-            ) from broken
-        raise
 
 
 @dataclass(frozen=True)
@@ -279,56 +249,6 @@ class BackgroundErrorLog:
                 bootstrap_servers=self._bootstrap_servers,
                 error=error.name(),
                 text=error.str(),
-            )
-
-
-class AddressMonitor:
-    """Detects from a client's statistics that it has lost all broker addresses, and ends the
-    worker: a new client finds the brokers.
-
-    A client that receives metadata without brokers, for example from a controller that takes the
-    only broker for dead, drops even its bootstrap addresses (librdkafka issue 5301; 2.16 does so in
-    group consumers). During a mere outage a client keeps the addresses and retries.
-    """
-
-    def __init__(
-        self,
-        bootstrap_servers: str,
-        auth_failures: AuthFailureTracker,
-        *,
-        report_seconds: float = REPORT_SECONDS,
-    ) -> None:
-        self._bootstrap_servers, self._auth_failures, self._report_seconds = (
-            bootstrap_servers,
-            auth_failures,
-            report_seconds,
-        )
-        self._noted_at: float | None = None
-        self._lost_seconds = 0.0
-
-    def update(self, statistics: str) -> None:
-        """Process the client's statistics; reports that were delivered late are ignored."""
-        parsed = orjson.loads(statistics)
-        now, is_late = (
-            parsed["ts"] / 1e6,
-            time.time() - parsed["time"] > 2 * self._report_seconds + 1.0,
-        )  # `time` is in whole seconds
-        is_lost = not any(broker["source"] in ADDRESSES for broker in parsed["brokers"].values())
-        if not is_lost or is_late or self._noted_at is None:
-            self._lost_seconds = 0.0
-        else:  # a suspended process has missed reports: its client had no time to recover
-            self._lost_seconds += min(now - self._noted_at, 2 * self._report_seconds)
-        self._noted_at = now
-        if self._lost_seconds >= LOST_SECONDS:
-            what = (
-                f"a client of {self._bootstrap_servers} has known no broker for "
-                f"{self._lost_seconds:.0f} s"
-            )
-            log.error(
-                "client.lost", bootstrap_servers=self._bootstrap_servers, client=parsed["name"]
-            )
-            self._auth_failures.report_fatal(
-                ClientFailed(f"{what} and never looks for one again; restart the worker")
             )
 
 

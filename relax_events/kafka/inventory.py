@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
@@ -26,6 +26,7 @@ from relax_events.kafka.connection import (
     retry_while_unavailable,
     translate,
 )
+from relax_events.kafka.workarounds.omitted_share_groups import list_group_names
 
 GROUP_SETTINGS = (
     "consumer.session.timeout.ms",
@@ -68,19 +69,11 @@ class Inventory:
         first.
         """
         names = retry_while_unavailable(
-            self._list_groups, Deadline(self._timeout_seconds), pause_seconds=POLL_SECONDS
+            partial(list_group_names, self._client, timeout_seconds=self._timeout_seconds),
+            Deadline(self._timeout_seconds),
+            pause_seconds=POLL_SECONDS,
         )
         return sorted(name for name in names if name.startswith(prefix))
-
-    def _list_groups(self) -> list[str]:
-        with warnings.catch_warnings():
-            # The call that replaces it leaves out share groups (confluent-kafka 2.16).
-            warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                listed = self._client.list_groups(timeout=self._timeout_seconds)
-            except KafkaException as exception:
-                raise translate(extract_error(exception), "listing groups") from exception
-        return [str(group.id) for group in listed]
 
     def delete_topics(self, names: Sequence[str]) -> None:
         """Delete topics with all their records, and wait until the broker no longer lists them: it

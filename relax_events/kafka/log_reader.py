@@ -20,7 +20,7 @@ from relax_events.kafka.base_consumer import (
 )
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.records import Record, to_logged_record
-from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
+from relax_events.kafka.workarounds.stale_leaders import leave_out_outdated_brokers
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()

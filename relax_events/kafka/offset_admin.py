@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from confluent_kafka import (
-    OFFSET_INVALID,
-    Consumer,
     ConsumerGroupTopicPartitions,
     IsolationLevel,
     KafkaError,
@@ -28,6 +26,8 @@ from relax_events.kafka.connection import (
     retry_while_unavailable,
     translate,
 )
+from relax_events.kafka.workarounds.aborting_requests import open_offset_reader
+from relax_events.kafka.workarounds.stale_offset_requests import check_answered, renew_client
 from relax_events.topics.partitions import TopicPartition
 
 LEADER_CHANGE_SECONDS = 0.2
@@ -119,12 +119,10 @@ class OffsetAdmin:
         """Return the committed offsets of a consumer group, for those partitions where it has
         committed.
 
-        Uses a consumer that joins no group: the admin client's request aborts the whole process
-        when the broker dies during it (librdkafka, pull request 5397).
         """
         if consumer_group not in self._offset_readers:
-            self._offset_readers[consumer_group] = Consumer(
-                self._connection.settings(group_id=consumer_group, enable_auto_commit=False)
+            self._offset_readers[consumer_group] = open_offset_reader(
+                self._connection, consumer_group
             )
         entries = self._read_committed(
             consumer_group, [ClientPartition(*partition) for partition in partitions]
@@ -173,11 +171,7 @@ class OffsetAdmin:
         *,
         isolation_level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
     ) -> dict[TopicPartition, int]:
-        """List offsets, retrying until the request timeout.
-
-        A restarted broker rejects the client's cached partition metadata and the client never
-        refreshes it, so each retry uses a new client.
-        """
+        """List offsets, retrying until the request timeout, each time by a new client."""
         requested = {ClientPartition(*partition): spec for partition in partitions}
         if not requested:
             return {}
@@ -195,7 +189,7 @@ class OffsetAdmin:
                 )
             except BrokerUnavailable:
                 was_suspended = time.monotonic() - started > timeout_seconds + STALL_SECONDS
-                self._client = AdminClient(self._connection.settings())
+                self._client = renew_client(self._connection)
                 raise
 
         deadline = Deadline(self._timeout_seconds)
@@ -222,9 +216,7 @@ class OffsetAdmin:
         for entry, future in futures.items():
             what = f"reading the offset of {entry.topic}[{entry.partition}]"
             offset = self._result(future, what, timeout_seconds=timeout_seconds).offset
-            if offset == OFFSET_INVALID:  # seen with librdkafka 2.16 while a broker restarts
-                raise BrokerUnavailable(f"{what}: no answer; see that the broker runs")
-            offsets[entry.topic, entry.partition] = offset
+            offsets[entry.topic, entry.partition] = check_answered(offset, what)
         return offsets
 
     def _read_committed(

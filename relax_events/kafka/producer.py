@@ -13,13 +13,9 @@ from confluent_kafka import KafkaError, KafkaException, Message, Producer
 
 from relax_events.deadline import Deadline
 from relax_events.errors import AccessDenied, BrokerUnavailable
-from relax_events.kafka.connection import (
-    Connection,
-    extract_error,
-    translate,
-    translate_fatal_errors,
-)
+from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.workarounds.lost_exceptions import translate_fatal_errors
 
 DELIVERY_SECONDS = 120
 FLUSH_SECONDS = 1.0  # the interval at which a flush checks whether the broker denies access

@@ -25,7 +25,7 @@ from relax_events.kafka.base_consumer import READER_SETTINGS
 from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.leases import LEAVE_SECONDS, POLL_SECONDS, Lease
 from relax_events.kafka.records import Record
-from relax_events.kafka.stale_leaders import (
+from relax_events.kafka.workarounds.stale_leaders import (
     LeaderMonitor,
     leave_out_outdated_brokers,
     read_newest_leaders,

@@ -4,25 +4,21 @@ together or not at all.
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
 from confluent_kafka import KafkaException, Producer
-from confluent_kafka import TopicPartition as ClientPartition
 
-from relax_events.deadline import STALL_SECONDS
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable, Fenced
 from relax_events.events.parts import TopicOffset
 from relax_events.kafka.connection import Connection, extract_error, translate
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import enqueue
 from relax_events.kafka.records import ProducerRecord
-from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
-from relax_events.kafka.transaction_markers import TransactionMarkers
+from relax_events.kafka.workarounds.hanging_offsets import add_offsets
+from relax_events.kafka.workarounds.lost_markers import TransactionMarkers
+from relax_events.kafka.workarounds.stale_leaders import leave_out_outdated_brokers
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
@@ -30,7 +26,6 @@ log = structlog.get_logger()
 TRANSACTION_SECONDS = 20  # an abandoned transaction blocks later records for this long
 TAKE_OVER_SECONDS = 10.0
 """The first attempt's bound; each further one has so much more, up to the request timeout."""
-OFFSETS_SECONDS = 4.0
 ATTEMPTS = 5
 COORDINATORS = "__transaction_state"
 """Kafka's topic whose partitions' leaders coordinate transactions."""
@@ -197,7 +192,7 @@ class TransactionalWriter:
             for record in records:
                 enqueue(producer, record, note_delivery)
             if offsets and reader is not None:
-                _add_offsets(producer, offsets, reader)
+                add_offsets(producer, offsets, reader)
             before_commit()
             producer.commit_transaction(TRANSACTION_SECONDS)
         except KafkaException as exception:
@@ -210,54 +205,3 @@ class TransactionalWriter:
         """Drop all unsent records."""
         self._markers.close()
         self._producer.purge()
-
-
-def _add_offsets(producer: Any, offsets: Sequence[TopicOffset], reader: LogReader) -> None:
-    """Add offsets to the open transaction, within our own deadline.
-
-    librdkafka ignores its timeout (issue 5456): the call may never return after the coordinator's
-    restart. A thread makes the call and is abandoned at the deadline together with its producer,
-    which the next producer fences.
-
-    Raises:
-        BrokerUnavailable: The coordinator did not respond in time.
-    """
-    partitions = [
-        ClientPartition(offset.topic, offset.partition, offset.offset) for offset in offsets
-    ]
-    metadata = reader.group_metadata()
-    answer: queue.SimpleQueue[KafkaException | None] = queue.SimpleQueue()
-
-    def call() -> None:
-        try:
-            producer.send_offsets_to_transaction(partitions, metadata, OFFSETS_SECONDS)
-        except KafkaException as exception:
-            answer.put(exception)
-        else:
-            answer.put(None)
-
-    threading.Thread(target=call, name="transaction-offsets", daemon=True).start()
-    if (failure := await_result(answer)) is not None:
-        raise failure
-
-
-def await_result(answer: queue.SimpleQueue[KafkaException | None]) -> KafkaException | None:
-    """Wait for the thread's result; a second time if this process itself was suspended.
-
-    A zombie that was suspended here thus learns that it was fenced, instead of fencing its
-    successor with a new producer.
-
-    Raises:
-        BrokerUnavailable: No result arrived in time.
-    """
-    limit = OFFSETS_SECONDS + 1
-    for _ in range(2):
-        started = time.monotonic()
-        try:
-            return answer.get(timeout=limit)
-        except queue.Empty:
-            if time.monotonic() - started < limit + STALL_SECONDS:
-                break
-    raise BrokerUnavailable(
-        f"adding offsets to a transaction: no answer within {limit:g} s"
-    ) from None

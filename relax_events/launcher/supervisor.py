@@ -28,7 +28,7 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
+from relax_events.kafka.workarounds.altered_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.launcher.device_assignment import DeviceAssignment
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest, shared_environment

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from relax_events.config import ObjectsConfig, RunConfig
 from relax_events.events.types import UNREAD_BY_REWARDS, Event, RunDescribed
-from relax_events.kafka.protocol.group_membership import evict_predecessors
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
+from relax_events.kafka.workarounds.dead_members import evict_predecessors
 from relax_events.objects.backends import errors as object_errors
 from relax_events.objects.claim_check import check_in, check_out
 from relax_events.objects.marker import claim_store, find_logged_marker

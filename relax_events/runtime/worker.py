@@ -20,7 +20,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
-from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
+from relax_events.kafka.workarounds.stale_leaders import leave_out_outdated_brokers
 from relax_events.runtime.control_follower import (
     FOLLOW,
     RECENT_VERSIONS,

@@ -24,7 +24,7 @@ from relax_events.kafka.security.certificates import (
     make_authority,
     make_broker_certificate,
 )
-from relax_events.kafka.stale_leaders import LeaderMonitor, leave_out_outdated_brokers
+from relax_events.kafka.workarounds.stale_leaders import LeaderMonitor, leave_out_outdated_brokers
 
 DAY = timedelta(days=1)
 PATIENCE_SECONDS = 60.0

@@ -14,13 +14,14 @@ from relax_events.kafka import consumer as consumers
 from relax_events.kafka import log_reader as log_readers
 from relax_events.kafka import producer as producers
 from relax_events.kafka import share_leases
-from relax_events.kafka.connection import LOST_SECONDS, Connection
+from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded.ports import choose_port
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases
+from relax_events.kafka.workarounds.lost_addresses import LOST_SECONDS
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_client_that_lost_all_brokers_for_good_ends_its_worker(
 def test_client_waits_for_temporarily_unreachable_brokers(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.connection.LOST_SECONDS", 1.0)
+    monkeypatch.setattr("relax_events.kafka.workarounds.lost_addresses.LOST_SECONDS", 1.0)
     monkeypatch.setattr(consumers, "STATISTICS_SECONDS", 0.2)
     client = SubscribedConsumer(connection, consumer_group="g", topics=["t"])
     until = time.monotonic() + 3.0

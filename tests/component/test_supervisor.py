@@ -22,7 +22,7 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
-from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
+from relax_events.kafka.workarounds.altered_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.launcher.managed_process import Fencing, Progress
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT

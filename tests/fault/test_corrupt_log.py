@@ -23,7 +23,7 @@ from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.kafka.single_batches import VARIABLE as SINGLE_BATCHES
+from relax_events.kafka.workarounds.altered_batches import VARIABLE as SINGLE_BATCHES
 from relax_events.topics.plan import TopicSpec
 
 READERS = ("reward", "reference", "actor", "advantage")
@@ -189,7 +189,7 @@ def test_readers_of_an_altered_batch_end_with_its_name(
 @pytest.mark.long
 @pytest.mark.parametrize("position", ["middle"])
 def test_client_never_reads_on_behind_an_altered_batch(broker: Node, altered: BatchOnDisk) -> None:
-    """Fails when librdkafka's bug is gone: delete `relax_events/kafka/single_batches.py`."""
+    """Fails when librdkafka's bug is gone: delete `relax_events/kafka/workarounds/altered_batches.py`."""
     client = Consumer(
         {
             "bootstrap.servers": broker.bootstrap_servers,

@@ -24,7 +24,10 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases
-from relax_events.kafka.stale_leaders import leave_out_outdated_brokers, read_newest_leaders
+from relax_events.kafka.workarounds.stale_leaders import (
+    leave_out_outdated_brokers,
+    read_newest_leaders,
+)
 from relax_events.topics.plan import TopicSpec
 
 TOPIC = "one-partition"

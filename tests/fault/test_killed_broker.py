@@ -12,8 +12,8 @@ from node import Node, choose_ports
 
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.protocol import group_membership
-from relax_events.kafka.protocol.group_membership import evict_predecessors
+from relax_events.kafka.workarounds import dead_members
+from relax_events.kafka.workarounds.dead_members import evict_predecessors
 from relax_events.topics import TopicSpec
 
 
@@ -42,7 +42,7 @@ def test_index_of_a_killed_worker_is_free_although_the_broker_died_too(
     directory: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        group_membership, "EVICTION_SECONDS", 300.0
+        dead_members, "EVICTION_SECONDS", 300.0
     )  # a busy machine takes long to start a broker
     port, controller_port = choose_ports(2)
     topic, group, name = f"{run_id}.samples", f"{run_id}.reward", f"{run_id}.reward-0"

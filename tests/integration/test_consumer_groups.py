@@ -17,10 +17,11 @@ from relax_events.events.parts import TopicOffset
 from relax_events.kafka import consumer as consumers
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.consumer import HeartbeatMonitor, SubscribedConsumer
+from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.kafka.workarounds.silent_members import HeartbeatMonitor
 
 MakeTopic = Callable[..., str]
 MakeGroup = Callable[[str], str]
@@ -318,7 +319,7 @@ def test_client_that_stops_fetching_one_of_its_partitions_fails(
     make_group: MakeGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.CHECK_SECONDS", 0.3)
+    monkeypatch.setattr("relax_events.kafka.workarounds.lost_assignments.CHECK_SECONDS", 0.3)
     topic = make_topic("work", 2)
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 2, lambda: consumer.fetch(timeout_seconds=0.1))
@@ -342,7 +343,7 @@ def test_transaction_markers_do_not_count_as_a_stalled_fetch(
     run_id: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.kafka.workarounds.lost_assignments.CHECK_SECONDS", 0.1)
     topic = make_topic("work")
     writer = TransactionalWriter(connection, transactional_id=f"{run_id}.marks")
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
@@ -367,7 +368,7 @@ def test_paused_client_does_not_count_as_stalled(
     make_group: MakeGroup,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("relax_events.kafka.protocol.group_membership.CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("relax_events.kafka.workarounds.lost_assignments.CHECK_SECONDS", 0.1)
     topic = make_topic("work")
     consumer = SubscribedConsumer(connection, consumer_group=make_group("reward"), topics=[topic])
     turn_until(lambda: len(consumer.positions) == 1, lambda: consumer.fetch(timeout_seconds=0.1))

@@ -10,7 +10,7 @@ from broker_steps import MEMBER, next_line, other_process, turn_until
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
-from relax_events.kafka.protocol.group_membership import evict_predecessors
+from relax_events.kafka.workarounds.dead_members import evict_predecessors
 
 LONG_SESSION = {"consumer.session.timeout.ms": "45000", "consumer.heartbeat.interval.ms": "500"}
 

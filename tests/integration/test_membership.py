@@ -14,8 +14,8 @@ from broker_steps import turn_until
 from relax_events.errors import ClientFailed
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
-from relax_events.kafka.protocol import group_membership as membership
 from relax_events.kafka.protocol.group_membership import GroupMembership, list_members
+from relax_events.kafka.workarounds import lost_assignments as membership
 
 QUIET_SECONDS = 4.0
 

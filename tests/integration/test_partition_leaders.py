@@ -9,7 +9,6 @@ import pytest
 from broker_steps import turn_until
 
 from relax_events.errors import ClientFailed
-from relax_events.kafka import stale_leaders
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
@@ -19,7 +18,8 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.protocol.partition_leaders import read_metadata, read_metadata_of_each
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases
-from relax_events.kafka.stale_leaders import LeaderMonitor
+from relax_events.kafka.workarounds import stale_leaders
+from relax_events.kafka.workarounds.stale_leaders import LeaderMonitor
 from relax_events.topics.partitions import TopicPartition
 
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 from broker_steps import turn_until
+from confluent_kafka.admin import AdminClient
 from event_samples import committed, ended, published
 
 from relax_events.config import RunConfig
@@ -167,6 +168,25 @@ def commit_offsets(connection: Connection, plan: TopicPlan) -> None:
 
 def groups_of(connection: Connection, run_id: str) -> list[str]:
     return Inventory(connection).groups(f"relax.{run_id}.")
+
+
+def test_new_request_for_groups_leaves_out_share_groups(
+    neighbours: tuple[RunConfig, RunConfig], connection: Connection
+) -> None:
+    plan = TopicPlan.from_config(neighbours[0])
+    share_group = plan.consumer_group("rollout")
+    assert share_group in groups_of(connection, neighbours[0].run.id)
+    client, names = AdminClient(connection.settings()), set[str]()
+
+    def lists_consumer_group() -> bool:
+        groups = client.list_consumer_groups().result().valid
+        names.update(group.group_id for group in groups)
+        return plan.consumer_group("reward") in names
+
+    turn_until(lists_consumer_group)
+    assert share_group not in names, (
+        "the client lists share groups: delete workarounds/omitted_share_groups.py"
+    )
 
 
 def test_deletion_keeps_a_run_whose_id_has_the_same_prefix(

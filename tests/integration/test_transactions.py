@@ -19,6 +19,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.kafka.workarounds import hanging_offsets
 
 MakeTopic = Callable[..., str]
 
@@ -214,18 +215,18 @@ def test_waiting_for_a_result_is_extended_once_after_a_process_suspension(
     seconds: float, is_asked_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock: Any = Clock(seconds, 0.1)
-    monkeypatch.setattr(transactions, "time", clock)
+    monkeypatch.setattr(hanging_offsets, "time", clock)
     if is_asked_again:
-        assert transactions.await_result(clock) is None
+        assert hanging_offsets.await_result(clock) is None
     else:
         with pytest.raises(BrokerUnavailable, match="no answer within 5 s"):
-            transactions.await_result(clock)
+            hanging_offsets.await_result(clock)
 
 
 def test_waiting_for_a_result_ends_despite_repeated_process_suspensions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock: Any = Clock(30.0, 30.0, 30.0)
-    monkeypatch.setattr(transactions, "time", clock)
+    monkeypatch.setattr(hanging_offsets, "time", clock)
     with pytest.raises(BrokerUnavailable):
-        transactions.await_result(clock)
+        hanging_offsets.await_result(clock)

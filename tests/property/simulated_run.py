@@ -46,9 +46,9 @@ from relax_events.events.types import (
     SampleScored,
     TrainStepCommitted,
 )
-from relax_events.kafka import consumer, log_reader, producer, stale_leaders, transactions
-from relax_events.kafka.protocol import group_membership as membership
+from relax_events.kafka import consumer, log_reader, producer, transactions
 from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.workarounds import lost_assignments, stale_leaders
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
 from relax_events.roles.worker_factory import StoreClaimCheck
@@ -338,7 +338,7 @@ class SimulatedRun:
         """Replace the real client and every wait."""
         structlog.configure(processors=[], logger_factory=structlog.ReturnLoggerFactory())
         monkeypatch.setattr(
-            membership, "CHECK_SECONDS", math.inf
+            lost_assignments, "CHECK_SECONDS", math.inf
         )  # it goes by the wall's clock, which has no say here
         monkeypatch.setattr(stale_leaders, "CHECK_SECONDS", math.inf)
         monkeypatch.setattr(stale_leaders, "read_metadata_of_each", lambda *_: {})

@@ -1,13 +1,7 @@
-"""Reads the members of a consumer group from its coordinator, and evicts members that a worker's
-predecessor left behind.
+"""Reads the members of a consumer group from its coordinator, and ends memberships.
 
-Reading: the admin client's request never returns after a restart of its broker (librdkafka 2.16),
-so this file sends FindCoordinator and ConsumerGroupDescribe itself.
-
-Evicting: a broker keeps a dead member until its session expires, and a restarted broker may never
-check it again (seen with Kafka 4.3.1). A worker id belongs to one process at a time, so an existing
-member with our client id is dead or a zombie. It is removed by a leaving heartbeat, and its
-partitions are free at once.
+librdkafka can't end another client's membership, and its request for members does not return after
+a restart of the broker.
 
 Source: Kafka protocol guide (FindCoordinator v1, ConsumerGroupDescribe v0, ConsumerGroupHeartbeat
 v0); leaving by heartbeat: KIP-848.
@@ -16,16 +10,11 @@ v0); leaving by heartbeat: KIP-848.
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-import structlog
-
-from relax_events.deadline import Deadline
-from relax_events.errors import BrokerError, BrokerUnavailable, ClientFailed
-from relax_events.kafka.connection import Connection, retry_while_unavailable
+from relax_events.errors import BrokerError, BrokerUnavailable
+from relax_events.kafka.connection import Connection
 from relax_events.kafka.protocol.client import (
     KafkaProtocolClient,
     ResponseReader,
@@ -34,17 +23,14 @@ from relax_events.kafka.protocol.client import (
 )
 from relax_events.topics.partitions import TopicPartition
 
-log = structlog.get_logger()
 FIND_COORDINATOR, CONSUMER_GROUP_DESCRIBE = 10, 69
 GROUP_COORDINATOR, TRANSACTION_COORDINATOR = 0, 1
 NOT_READY = {14, 15, 16}  # the coordinator is loading or has moved
 NO_GROUP = 69
 RESPONSE_SECONDS = 5.0
-CHECK_SECONDS, MAX_MISMATCHES = 6.0, 1
-MEMBERS_PER_CHECK = 32
-"""A check reads all members of the group: in a group larger than this, members check less often, so
-that what all of them read grows with the group and not with its square."""
-MIN_UNREAD_CHECKS = 2
+CONSUMER_GROUP_HEARTBEAT = 68
+LEAVING, UNCHANGED = -1, -1
+GONE = {25, NO_GROUP}  # the member or the group no longer exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,92 +40,6 @@ class GroupMembership:
     member_id: str
     client_id: str
     partitions: frozenset[TopicPartition]
-
-
-def compute_check_seconds(num_members: int) -> float:
-    """Return how long a member of a group of this size waits for its next check."""
-    return CHECK_SECONDS * max(1.0, num_members / MEMBERS_PER_CHECK)
-
-
-class MembershipMonitor:
-    """Detects that the coordinator no longer knows a quiet client or its assignment.
-
-    Seen with librdkafka 2.16 after a broker was suspended for longer than the session timeout: the
-    client lost its partitions and never rejoined.
-    """
-
-    def __init__(self, connection: Connection, consumer_group: str) -> None:
-        self._connection, self._consumer_group = connection, consumer_group
-        self._num_mismatches = self._num_unread_checks = 0
-        self._unread: Mapping[TopicPartition, int] = {}
-        self._num_members = 0
-        self.mark_active()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the client has received no records for so long that a check is due."""
-        return time.monotonic() >= self._check_at
-
-    def mark_active(self) -> None:
-        """Postpone the next check, after records arrived or after a check."""
-        self._check_at = time.monotonic() + compute_check_seconds(self._num_members)
-
-    def check_unread(self, unread: Mapping[TopicPartition, int]) -> bool:
-        """Record which positions have unread records although none arrived; return whether to
-        verify now.
-
-        Verification is due after several equal checks, then at doubling intervals, because it may
-        fail on a busy machine. Seen with librdkafka 2.16 after a broker's container was restarted:
-        one of eight partitions was no longer fetched.
-        """
-        self._num_unread_checks = (
-            self._num_unread_checks + 1 if unread and unread == self._unread else 0
-        )
-        self._unread = unread
-        return (
-            self._num_unread_checks >= MIN_UNREAD_CHECKS
-            and self._num_unread_checks.bit_count() == 1
-        )
-
-    def check_assignment(self, member_id: str, held: frozenset[TopicPartition]) -> None:
-        """Compare the client's assignment with the coordinator's, if the coordinator is reachable.
-
-        Raises:
-            ClientFailed: They differed at the last check too, which is longer than any rebalance.
-        """
-        self.mark_active()
-        try:
-            members = list_members(self._connection, self._consumer_group)
-        except BrokerError as error:
-            log.debug(
-                "membership.read_failed", consumer_group=self._consumer_group, error=str(error)
-            )
-            return
-        self._num_members = len(members)
-        assigned_partitions = next(
-            (member.partitions for member in members if member.member_id == member_id), None
-        )
-        if assigned_partitions == held:
-            self._num_mismatches = 0
-            return
-        self._num_mismatches += 1
-        self._check_at = time.monotonic() + CHECK_SECONDS  # in a large group too
-        answer = (
-            "does not know this client"
-            if assigned_partitions is None
-            else f"gave this client {len(assigned_partitions)} partitions"
-        )
-        log.warning(
-            "membership.mismatch",
-            consumer_group=self._consumer_group,
-            broker=answer,
-            num_held=len(held),
-        )
-        if self._num_mismatches > MAX_MISMATCHES:
-            raise ClientFailed(
-                f"the coordinator of {self._consumer_group} {answer}, which holds "
-                f"{len(held)}; restart the worker"
-            )
 
 
 def find_coordinator(
@@ -259,45 +159,13 @@ def _read_partitions(response: ResponseReader) -> list[TopicPartition]:
     return [(topic, partition) for partition in partitions]
 
 
-CONSUMER_GROUP_HEARTBEAT = 68
-LEAVING, UNCHANGED = -1, -1
-GONE = {25, NO_GROUP}  # the member or the group no longer exists
-EVICTION_SECONDS, RETRY_SECONDS = 10.0, 0.25
+def end_membership(client: KafkaProtocolClient, consumer_group: str, member_id: str) -> None:
+    """End a membership by a leaving heartbeat; its partitions are free at once.
 
-
-def evict_predecessors(connection: Connection, consumer_group: str) -> int:
-    """End all memberships of our client id in a consumer group; return their number. Call it before
-    joining.
-
-    Retries for `EVICTION_SECONDS` while the broker starts. A failure is logged and left to the
-    session timeout.
+    Raises:
+        BrokerUnavailable: The coordinator is not ready.
+        BrokerError: The coordinator refuses the request.
     """
-    try:
-        return retry_while_unavailable(
-            lambda: _evict(connection, consumer_group),
-            Deadline(EVICTION_SECONDS),
-            pause_seconds=RETRY_SECONDS,
-        )
-    except BrokerError as error:
-        log.warning("predecessors.eviction_failed", consumer_group=consumer_group, error=str(error))
-        return 0
-
-
-def _evict(connection: Connection, consumer_group: str) -> int:
-    with KafkaProtocolClient(find_coordinator(connection, consumer_group)) as client:
-        mine = [
-            member.member_id
-            for member in request_members(client, consumer_group)
-            if member.client_id == connection.client_id
-        ]
-        for member_id in mine:
-            _leave(client, consumer_group, member_id)
-    if mine:
-        log.info("predecessors.evicted", consumer_group=consumer_group, num_members=len(mine))
-    return len(mine)
-
-
-def _leave(client: KafkaProtocolClient, consumer_group: str, member_id: str) -> None:
     names = encode_compact_string(consumer_group) + encode_compact_string(member_id)
     nothing_new = (
         encode_compact_string(None) * 2

@@ -20,12 +20,12 @@ from relax_events.errors import (
 )
 from relax_events.kafka.auth_errors import AuthFailureTracker
 from relax_events.kafka.connection import (
-    AddressMonitor,
     BackgroundErrorLog,
     Connection,
     translate,
-    translate_fatal_errors,
 )
+from relax_events.kafka.workarounds.lost_addresses import AddressMonitor
+from relax_events.kafka.workarounds.lost_exceptions import translate_fatal_errors
 
 
 @pytest.mark.parametrize(

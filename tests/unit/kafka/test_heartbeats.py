@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError
 
 from relax_events.errors import AccessDenied, BrokerError, BrokerUnavailable, ClientFailed, Fenced
 from relax_events.kafka.connection import translate
-from relax_events.kafka.consumer import (
+from relax_events.kafka.workarounds.silent_members import (
     SILENT_SECONDS,
     STATISTICS_SECONDS,
     HeartbeatMonitor,

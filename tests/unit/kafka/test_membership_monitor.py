@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.protocol.group_membership import MembershipMonitor, compute_check_seconds
+from relax_events.kafka.workarounds.lost_assignments import MembershipMonitor, compute_check_seconds
 
 TOPIC_PARTITION = ("rollout.samples", 3)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 
 from relax_events.errors import BrokerUnavailable
-from relax_events.kafka import stale_leaders
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.protocol.partition_leaders import BrokerMetadata, Leader
-from relax_events.kafka.stale_leaders import (
+from relax_events.kafka.workarounds import stale_leaders
+from relax_events.kafka.workarounds.stale_leaders import (
     CHECK_SECONDS,
     CONFIRM_SECONDS,
     LeaderMonitor,

@@ -1,10 +1,13 @@
-"""Detects that a client reads from a broker that no longer leads, and leaves such brokers out of
-the addresses of a new client.
+"""librdkafka waits for records of a broker that no longer leads.
+
+Seen with: librdkafka 2.16.0. Report: none.
+Test: test_clients_that_read_only_from_an_isolated_leader_find_the_new_one.
 
 A broker that is cut off from the others, but not from the clients, still says that it leads its
-partitions, and sends no more records. Seen with librdkafka 2.16: a client that reads from it only
-did not find the new leader within 70 s, because it asks the broker that it used last; a client that
-also reads from others found it after half a minute.
+partitions, and sends no more records. A client that reads from it only did not find the new leader
+within 70 s, because it asks the broker that it used last; a client that also reads from others
+found it after half a minute. This file compares leaders with all brokers, and leaves outdated
+brokers out of the addresses of a new client.
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Writes transaction markers that a broker lost.
+"""A broker that restarts forgets the markers of a decided transaction.
+
+Seen with: Kafka 4.3.1 (4.3.0 to 4.4.0). Report: KAFKA-20734.
+Test: test_committed_step_becomes_visible_although_its_markers_were_lost.
 
 A coordinator that has logged a commit or an abort writes a marker to each partition of the
-transaction. Kafka 4.3.0 to 4.4.0 forget the partitions that have no leader at that moment
-(KAFKA-20734), and a restarted broker leads none for a moment. A broker that dies between the
-decision and its markers thus leaves records undecided: no consumer sees them or what follows,
-until the markers of the next transaction decide over both alike. A committed step would be lost
-with an aborted one, and an aborted one would become visible with its retry.
+transaction. Kafka forgets the partitions that have no leader at that moment, and a restarted broker
+leads none for a moment. A broker that dies between the decision and its markers thus leaves records
+undecided: no consumer sees them or what follows, until the markers of the next transaction decide
+over both alike. A committed step would be lost with an aborted one, and an aborted one would become
+visible with its retry. This file writes the markers again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from relax_events.kafka.protocol.transaction_state import (
     finish_transaction,
     read_transaction_state,
 )
-from relax_events.kafka.stale_leaders import leave_out_outdated_brokers
+from relax_events.kafka.workarounds.stale_leaders import leave_out_outdated_brokers
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
