@@ -53,9 +53,9 @@ def _check(
     """Run the checks of a run file, and print them or add them to the tree."""
     from relax_events.cli.output import print_findings, print_rows
     from relax_events.config import load_run_config
-    from relax_events.launcher.doctor import run_checks_with_defaults
+    from relax_events.launcher.checks import check_run
 
-    findings, derived = run_checks_with_defaults(load_run_config(config, overrides))
+    findings, derived = check_run(load_run_config(config, overrides))
     tree["checks"] = [{"what": f.what, "good": f.is_good, "text": f.text} for f in findings]
     tree["derived"] = [{"key": d.key, "value": str(d.value), "why": d.reason} for d in derived]
     if is_printed:

@@ -40,7 +40,7 @@ def init(
     from relax_events.cli.output import print_findings
     from relax_events.config import load_run_config
     from relax_events.errors import CheckFailed, ConfigError
-    from relax_events.launcher.doctor import run_checks_with_defaults
+    from relax_events.launcher.checks import check_run
     from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
 
     if run_file.exists() and not force:
@@ -51,7 +51,7 @@ def init(
     wishes = Wishes(prompt=prompt, answer=answer, reward=reward, split=split)
     run_file.write_text(propose_run_file(name, model, data, wishes), encoding="utf-8")
     print(f"wrote {run_file}; begin with: relax run {run_file}")
-    findings, _ = run_checks_with_defaults(load_run_config(run_file))
+    findings, _ = check_run(load_run_config(run_file))
     print_findings(findings)
     return 0 if all(finding.is_good for finding in findings) else CheckFailed.exit_code
 

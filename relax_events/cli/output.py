@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from relax_events.cli.parameters import Output
     from relax_events.history.runs.inherited_code import UntrustedSettingsError
-    from relax_events.launcher.doctor import Finding
+    from relax_events.launcher.checks import Finding
 
 
 def agreed(question: str, *, yes: bool) -> bool:

@@ -4,7 +4,6 @@ neither torch nor Kafka.
 
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
-from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig, DatasetConfig, RowsConfig
 from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig, SGLangConfig
 from relax_events.config.environment import EnvironmentConfig
@@ -26,7 +25,7 @@ from relax_events.config.run_config import (
 from relax_events.config.scaling import AutoscalerConfig, ScalingConfig
 from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, TeacherModelConfig
 from relax_events.config.tracing import TracesConfig
-from relax_events.config.training import SftWarmupConfig, TrainerConfig
+from relax_events.config.training import CriticConfig, SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
 
 __all__ = [

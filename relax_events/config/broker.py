@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from relax_events.config.addresses import is_loopback
+from relax_events.config.addresses import EMBEDDED, is_loopback, list_addresses, split_address
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.broker_addresses import EMBEDDED, list_addresses, split_address
 from relax_events.config.external_values import Address, Addresses, FilePath, Names, Text
 from relax_events.config.resume_rules import accepted, never
 

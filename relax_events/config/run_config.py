@@ -13,7 +13,6 @@ from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.algorithm_spec import with_group_size
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
-from relax_events.config.critic import CriticConfig
 from relax_events.config.data import DataConfig
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import DATASET_ENGINE, EngineConfig, ModelConfig
@@ -28,7 +27,7 @@ from relax_events.config.rules import find_violation
 from relax_events.config.scaling import ScalingConfig
 from relax_events.config.teacher import SourceTeacherConfig, TeacherConfig, TeacherModelConfig
 from relax_events.config.tracing import TracesConfig
-from relax_events.config.training import SftWarmupConfig, TrainerConfig
+from relax_events.config.training import CriticConfig, SftWarmupConfig, TrainerConfig
 from relax_events.config.weights import WeightsConfig
 
 RUN_ID_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_events.config import BrokerConfig, RunConfig, load_run_config
-from relax_events.config.broker_addresses import EMBEDDED
+from relax_events.config.addresses import EMBEDDED
 from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection

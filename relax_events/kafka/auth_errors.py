@@ -14,7 +14,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError
 
-from relax_events.config.broker_addresses import list_addresses, split_address
+from relax_events.config.addresses import list_addresses, split_address
 from relax_events.errors import AccessDenied, BrokerError
 
 PROBE_SECONDS = 3.0

@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 import structlog
 from confluent_kafka import KafkaError, KafkaException
 
+from relax_events.config.addresses import list_addresses
 from relax_events.config.broker import BrokerConfig
-from relax_events.config.broker_addresses import list_addresses
 from relax_events.deadline import Deadline
 from relax_events.errors import (
     AccessDenied,

@@ -24,13 +24,13 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.schema_registry import open_codec
+from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
 from relax_events.launcher.run_page import offer_page
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
-from relax_events.launcher.weights_fit import require_fitting_model
 from relax_events.launcher.worker_processes import run_modules
 from relax_events.ops.consumer_lag import read_slot_lag
 from relax_events.ops.schemas import publish_schemas

@@ -7,12 +7,11 @@ from math import prod
 
 from relax_events.config import RunConfig
 from relax_events.config.unset_keys import missing_keys, with_values
-from relax_events.errors import CheckFailed
 from relax_events.model_folder.tensors import list_weight_files
 from relax_events.planning.derived import derive
 from relax_events.planning.device_specs import DeviceSpec, parse_devices
 from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
-from relax_events.planning.run_plan import CPU, NO_CHANGE, PLANNED_BACKENDS, RunPlan, plan_run
+from relax_events.planning.run_plan import CPU, RunPlan, plan_run
 from relax_events.session.defaults import inspect_machine, read_checkpoint_facts
 
 MEAN_OF_LONGEST = 2
@@ -74,26 +73,3 @@ def _count_parameters(config: RunConfig) -> int:
     return sum(
         prod(shape) for shape in read_parameters(config.model.path, config.model).shapes.values()
     )
-
-
-def require_devices(config: RunConfig) -> str:
-    """Return a line about the fullest device of this machine, for the doctor.
-
-    Raises:
-        CheckFailed: It can't hold the models that `relax run` places on it; the text says what to
-            change.
-    """
-    is_known = config.trainer.backend in PLANNED_BACKENDS
-    if not is_known or "model" not in read_checkpoint_facts(config):
-        return "not planned: the model is not here yet, or trainer.backend is another one"
-    planned = plan_devices(config)
-    fullest = max(planned.plan.devices, key=lambda device: device.needed / device.num_bytes)
-    where = CPU if planned.device.name == CPU else f"device {fullest.index}"
-    names = ", ".join(worker.worker_id for worker in fullest.workers)
-    text = (
-        f"{where} has {fullest.num_bytes / 1e9:.1f} GB, and {names} need "
-        f"{fullest.needed / 1e9:.1f} GB"
-    )
-    if not planned.plan.fits:
-        raise CheckFailed(f"{text}; {planned.plan.change or NO_CHANGE}")
-    return f"{text}; relax plan shows their parts"

@@ -17,10 +17,11 @@ from relax_events.errors import ConfigError, DamagedTensors, ObjectError, Weight
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.examples.tiny_models import make_tiny
-from relax_events.launcher.doctor import run_checks_with_defaults
-from relax_events.launcher.requirements import require_model
+from relax_events.launcher.broker_checks import require_fitting_model
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.checks import check_run
+from relax_events.launcher.file_checks import check_model
 from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
-from relax_events.launcher.weights_fit import require_fitting_model
 from relax_events.model_folder.tensors import StoredTensors, list_weight_files, read_layouts
 from relax_events.models.adapter_folder import TENSORS_FILE, read_adapter_tensors
 from relax_events.models.base_digest import compute_base_digest
@@ -151,7 +152,7 @@ def plan(config: RunConfig) -> None:
 def run_doctor(config: RunConfig) -> None:
     """Let the doctor check a run file that leaves keys out; raise what it says."""
     tree = {"run": config.run, "model": {"path": config.model.path}, "data": config.data}
-    (finding,), _ = run_checks_with_defaults(RunConfig.model_validate(tree))
+    (finding,), _ = check_run(RunConfig.model_validate(tree))
     raise DamagedTensors(*finding.text.removesuffix(REMEDY).split(" is damaged: "))
 
 
@@ -189,7 +190,7 @@ DOORS: dict[str, Callable[[RunConfig], object]] = {
     ),
     "relax plan": plan,
     "relax doctor": run_doctor,
-    "launcher": require_model,
+    "launcher": lambda config: check_model(CheckedRun(config)),
     "launcher with a version": compare_with_version,
     "derived defaults": lambda config: read_facts(config.model.path),
     "engine transformers, trainer and scorers": load_model,

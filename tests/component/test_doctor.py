@@ -18,16 +18,12 @@ from relax_events.errors import (
     ObjectError,
     RewardError,
 )
-from relax_events.launcher import doctor
-from relax_events.launcher.doctor import (
-    Finding,
-    PromptCheck,
-    check_broker,
-    check_disk,
-    check_store,
-    run_checks,
-    run_checks_with_defaults,
-)
+from relax_events.launcher import broker_checks, checks, machine_checks
+from relax_events.launcher.broker_checks import check_broker, check_store
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.checks import Check, Finding, Level, check_run
+from relax_events.launcher.file_checks import check_data, check_reward
+from relax_events.launcher.machine_checks import check_disk
 from relax_events.planning.inventory import CheckpointFacts
 
 MakeRunConfig = Callable[..., RunConfig]
@@ -60,35 +56,14 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 
 def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig) -> None:
-    findings = run_checks(make_data(engine={"name": "vroom"}))
-    names = [
-        "broker",
-        "schema registry",
-        "object store",
-        "disk",
-        "weights",
-        "followers",
-        "folder",
-        "roles",
-        "metrics",
-        "traces",
-        "trackers",
-    ]
-    names += [
-        "scaling API",
-        "harness",
-        "model",
-        "teacher",
-        "judge",
-        "data",
-        "room",
-        "reward",
-        "walls",
-    ]
-    names += ["devices"]
-    assert [finding.what for finding in findings] == names
+    findings, _ = check_run(make_data(engine={"name": "vroom"}))
+    file_checks = ["roles", "model", "teacher", "judge", "data", "room", "reward"]
+    machine = ["folder", "disk", "metrics", "traces", "trackers", "scaling API", "harness"]
+    machine += ["walls", "devices"]
+    broker = ["broker", "schema registry", "object store", "weights", "followers"]
+    assert [finding.what for finding in findings] == [*file_checks, *machine, *broker]
     assert [finding.what for finding in findings if not finding.is_good] == ["roles", "model"]
-    assert findings[16] == Finding("data", True, f"1 prompts in {make_data().data.source}")
+    assert findings[4] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
 def test_check_with_missing_package_does_not_stop_other_checks(
@@ -99,8 +74,8 @@ def test_check_with_missing_package_does_not_stop_other_checks(
     def no_tokenizer(*_: object, **__: object) -> str:
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
 
-    monkeypatch.setattr(doctor, "require_context_length", no_tokenizer)
-    (room,) = [finding for finding in run_checks(make_data()) if finding.what == "room"]
+    monkeypatch.setattr(checks, "CHECKS", (Check("room", Level.FILE, no_tokenizer),))
+    (room,), _ = check_run(make_data())
     assert room == Finding(
         "room",
         True,
@@ -114,14 +89,14 @@ def test_check_with_missing_package_does_not_stop_other_checks(
 def test_stopped_embedded_broker_requires_only_java(
     make_run_config: MakeRunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert check_broker(make_run_config()).startswith("embedded, not running; Java ")
+    assert check_broker(CheckedRun(make_run_config())).startswith("embedded, not running; Java ")
 
     def no_java() -> None:
         raise EnvironmentProblem("no Java; install it")
 
-    monkeypatch.setattr(doctor, "find_java", no_java)
+    monkeypatch.setattr(broker_checks, "find_java", no_java)
     with pytest.raises(EnvironmentProblem, match="no Java; install it"):
-        check_broker(make_run_config())
+        check_broker(CheckedRun(make_run_config()))
 
 
 def test_store_check_writes_reads_and_leaves_the_store_empty(
@@ -129,7 +104,7 @@ def test_store_check_writes_reads_and_leaves_the_store_empty(
 ) -> None:
     uri = (tmp_path / "objects").as_uri()
     assert (
-        check_store(make_run_config(objects={"uri": uri, "by_run": False}))
+        check_store(CheckedRun(make_run_config(objects={"uri": uri, "by_run": False})))
         == f"{uri} can be written and read"
     )
     assert not [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
@@ -141,7 +116,11 @@ def test_store_check_detects_unwritable_store(
     (tmp_path / "in-the-way").touch()
     with pytest.raises((ConfigError, ObjectError), match="in-the-way"):
         check_store(
-            make_run_config(objects={"uri": (tmp_path / "in-the-way").as_uri(), "by_run": False})
+            CheckedRun(
+                make_run_config(
+                    objects={"uri": (tmp_path / "in-the-way").as_uri(), "by_run": False}
+                )
+            )
         )
 
 
@@ -150,32 +129,34 @@ def test_disk_check_detects_nearly_full_disk(
 ) -> None:
     config = make_run_config(run={"id": "x", "directory": str(tmp_path / "not/yet/there")})
     monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 2 * 10**9, 2 * 10**9)
+        machine_checks.shutil,
+        "disk_usage",
+        lambda _: DiskUsage(10**12, 10**12 - 2 * 10**9, 2 * 10**9),
     )
-    assert check_disk(config).startswith(f"2 GB free in {tmp_path}; ")
+    assert check_disk(CheckedRun(config)).startswith(f"2 GB free in {tmp_path}; ")
     monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 10**8, 10**8)
+        machine_checks.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 10**8, 10**8)
     )
     with pytest.raises(
         EnvironmentProblem,
         match=r"has 0.10 GB free, a run wants at least 1.07; free some space or set run.directory",
     ):
-        check_disk(config)
+        check_disk(CheckedRun(config))
 
 
 def test_reward_check_scores_the_first_reference_answer(make_data: MakeRunConfig) -> None:
-    check, config = PromptCheck(), make_data()
-    check.check_data(config)
-    assert check.check_reward(config).endswith(
+    run = CheckedRun(make_data(), is_thorough=True)
+    check_data(run)
+    assert check_reward(run).endswith(
         "rewards.py:exact gives 1 for the reference answer of the first prompt"
     )
 
 
 def test_reward_check_detects_a_function_that_raises(make_data: MakeRunConfig) -> None:
-    check, config = PromptCheck(), make_data("fails")
-    check.check_data(config)
+    run = CheckedRun(make_data("fails"), is_thorough=True)
+    check_data(run)
     with pytest.raises(RewardError, match=r"rewards.py:fails raised KeyError: 'no such score'"):
-        check.check_reward(config)
+        check_reward(run)
 
 
 def test_reward_check_does_not_score_samples_of_the_judge(
@@ -183,7 +164,7 @@ def test_reward_check_does_not_score_samples_of_the_judge(
 ) -> None:
     judge = {"judge": JudgeConfig(model_path=tmp_path)}
     assert (
-        PromptCheck().check_reward(make_data(reward={"function": "genrm"}).model_copy(update=judge))
+        check_reward(CheckedRun(make_data(reward={"function": "genrm"}).model_copy(update=judge)))
         == "the judge scores all samples"
     )
     by_level = {
@@ -193,19 +174,15 @@ def test_reward_check_does_not_score_samples_of_the_judge(
     }
     rows = tmp_path / "levels.jsonl"
     rows.write_bytes(orjson.dumps({"prompt": "two and two?", "answer": "4", "level": "two"}))
-    check, config = (
-        PromptCheck(),
-        make_data(data={"source": f"jsonl:{rows}"}, reward=by_level).model_copy(update=judge),
-    )
-    check.check_data(config)
-    assert check.check_reward(config).endswith(
-        "rewards.py:fails loads; the first prompt is the judge's"
-    )
+    config = make_data(data={"source": f"jsonl:{rows}"}, reward=by_level).model_copy(update=judge)
+    run = CheckedRun(config, is_thorough=True)
+    check_data(run)
+    assert check_reward(run).endswith("rewards.py:fails loads; the first prompt is the judge's")
 
 
 def test_reward_check_detects_unloadable_function_without_prompts(make_data: MakeRunConfig) -> None:
     with pytest.raises(ConfigError, match=r"has no function 'absent', only exact, fails"):
-        PromptCheck().check_reward(make_data("absent"))
+        check_reward(CheckedRun(make_data("absent")))
 
 
 def test_reward_check_without_prompts_reports_that_it_was_not_run(make_data: MakeRunConfig) -> None:
@@ -213,13 +190,13 @@ def test_reward_check_without_prompts_reports_that_it_was_not_run(make_data: Mak
         CheckFailed,
         match=r"exact loads, but was not tried: there is no prompt to try it on; see data",
     ):
-        PromptCheck().check_reward(make_data())
+        check_reward(CheckedRun(make_data()))
 
 
 def test_finding_of_a_failed_check_carries_its_text(make_data: MakeRunConfig) -> None:
     findings = {
         finding.what: finding
-        for finding in run_checks(make_data(data={"source": "jsonl:nowhere.jsonl"}))
+        for finding in check_run(make_data(data={"source": "jsonl:nowhere.jsonl"}))[0]
     }
     assert findings["data"] == Finding(
         "data", False, "data file nowhere.jsonl does not exist; set data.source = 'jsonl:<path>'"
@@ -241,14 +218,15 @@ def test_doctor_runs_no_data_or_reward_code_for_a_replay(
         reward={"function": evil},
         parent={"run": "theirs"},
     )
-    prompts = PromptCheck()
+    run = CheckedRun(config, is_thorough=True)
     reported = "none needed: a replay trains what was generated and scored before"
-    assert (prompts.check_data(config), prompts.check_reward(config)) == (reported, reported)
+    assert (check_data(run), check_reward(run)) == (reported, reported)
     assert not trace.exists()
     part = {"name": "a", "source": f"jsonl:{tmp_path / 'rows.jsonl'}"}
     config = make_data(parent={"run": "theirs"}, evaluation={"datasets": [part]})
-    assert prompts.check_data(config) == "1 to evaluate a on"
-    assert "exact gives 1 for the reference answer" in prompts.check_reward(config)
+    run = CheckedRun(config, is_thorough=True)
+    assert check_data(run) == "1 to evaluate a on"
+    assert "exact gives 1 for the reference answer" in check_reward(run)
 
 
 def test_derived_settings_are_reported_with_their_reasons(tmp_path: Path, run_id: str) -> None:
@@ -270,7 +248,7 @@ def test_derived_settings_are_reported_with_their_reasons(tmp_path: Path, run_id
     config = RunConfig.model_validate(
         tree | {"data": {"source": "jsonl:nowhere"}, "engine": {"threads": 3}}
     )
-    _, derived = run_checks_with_defaults(config)
+    _, derived = check_run(config)
     reported = {one.key: (one.value, one.reason) for one in derived}
     assert reported["trainer.learning_rate"] == (
         1e-6,
@@ -291,7 +269,7 @@ def test_unreadable_model_is_the_only_finding(tmp_path: Path, run_id: str) -> No
         "model": {"path": str(tmp_path)},
         "data": {"source": "jsonl:nowhere"},
     }
-    (finding,), derived = run_checks_with_defaults(RunConfig.model_validate(tree))
+    (finding,), derived = check_run(RunConfig.model_validate(tree))
     assert (finding.what, finding.is_good, derived) == ("model", False, [])
     assert "config.json does not describe the model" in finding.text
 
@@ -302,11 +280,11 @@ def test_disk_check_reports_log_growth_when_all_versions_are_retained(
     """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a
     thousand."""
     run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
-    reported = check_disk(make_run_config(run=run, engine={"max_context_tokens": 8192}))
+    reported = check_disk(CheckedRun(make_run_config(run=run, engine={"max_context_tokens": 8192})))
     assert (
         "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in reported
     )
-    assert "grows" not in check_disk(make_run_config(run=run | {"retain_versions": 9}))
+    assert "grows" not in check_disk(CheckedRun(make_run_config(run=run | {"retain_versions": 9})))
 
 
 def test_disk_check_requires_room_for_checkpoints_and_versions(
@@ -316,10 +294,12 @@ def test_disk_check_requires_room_for_checkpoints_and_versions(
     a gibibyte."""
     (tmp_path / "model").mkdir()
     facts = CheckpointFacts("bfloat16", 596_049_920, 151_936, 1024, 28, 16, 8, 128, 3072, 40_960)
-    monkeypatch.setattr(doctor, "read_checkpoint_facts", lambda _: {"model": facts})
+    monkeypatch.setattr(machine_checks, "read_checkpoint_facts", lambda _: {"model": facts})
     config = make_run_config(run={"max_staleness": 2}, model={"dtype": "bfloat16"})
     monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda _: DiskUsage(10**12, 10**12 - 27 * 10**9, 27 * 10**9)
+        machine_checks.shutil,
+        "disk_usage",
+        lambda _: DiskUsage(10**12, 10**12 - 27 * 10**9, 27 * 10**9),
     )
     with pytest.raises(EnvironmentProblem, match=r"has 27.00 GB free, a run wants at least 27.30;"):
-        check_disk(config)
+        check_disk(CheckedRun(config))

@@ -35,7 +35,8 @@ from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, identify_by_token
 from relax_events.http.tls import TlsFiles, choose_run_tls, choose_tls, open_client_context
 from relax_events.kafka.security.certificates import make_authority, make_broker_certificate
-from relax_events.launcher.requirements import require_harness_address
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.machine_checks import check_harness_address
 from relax_events.projections.scaling import ScaleState
 from tests.unit.run_events import run_config
 
@@ -178,8 +179,10 @@ def test_run_is_refused_before_it_starts(tmp_path: Path, files: Files) -> None:
     harness = {"host": "10.0.0.7", "port": 8400, "token_file": tmp_path / "token"}
     environment = {"environment": tree["environment"] | {"harness": harness}}
     with pytest.raises(ConfigError, match="tokens would cross the network in clear"):
-        require_harness_address(small_run(tree | environment))
-    assert require_harness_address(small_run(tree)) == "none: environment.harness.port = 0"
+        check_harness_address(CheckedRun(small_run(tree | environment)))
+    assert (
+        check_harness_address(CheckedRun(small_run(tree))) == "none: environment.harness.port = 0"
+    )
 
 
 def test_serve_command_refuses_plain_http_for_other_machines(tmp_path: Path) -> None:

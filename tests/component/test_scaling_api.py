@@ -27,7 +27,8 @@ from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.events.types import ChangeRequested, RunCommanded
-from relax_events.launcher.requirements import require_roles
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.file_checks import check_roles
 from relax_events.projections.scale_requests import Status
 from relax_events.projections.scaling import ScaleState
 from relax_events.session.change_audit import describe_account
@@ -301,7 +302,7 @@ def test_run_is_rejected_when_the_scaling_api_port_is_in_use(tmp_path: Path) -> 
             match=rf"can't serve the API on 127.0.0.1:{port}: Address already in use; set scaling.port = 0",
         ):
             require_api_port(small_run(tree))
-    assert require_roles(run_config(tmp_path))
+    assert check_roles(CheckedRun(run_config(tmp_path)))
 
 
 def test_api_address_and_token_files_are_removed_when_the_run_ends(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.schemas import schema_directory, schema_fingerprint
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.launcher.doctor import check_registry
+from relax_events.launcher.broker_checks import check_registry
+from relax_events.launcher.checked_run import CheckedRun
 from relax_events.ops.schemas import check_run
 from relax_events.topics import TopicPlan
 
@@ -102,9 +103,9 @@ def with_registry(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def test_doctor_asks_the_registry(config: RunConfig, with_registry: RunConfig) -> None:
-    assert check_registry(config) == "none: records carry their schema's fingerprint"
+    assert check_registry(CheckedRun(config)) == "none: records carry their schema's fingerprint"
     assert (
-        check_registry(with_registry)
+        check_registry(CheckedRun(with_registry))
         == f"{with_registry.broker.schema_registry} answers; it holds 0 subject(s)"
     )
 
@@ -115,4 +116,4 @@ def test_doctor_reports_an_unavailable_registry(with_registry: RunConfig) -> Non
         BrokerUnavailable,
         match=r"schema registry http://127\.0\.0\.1:1, asking for the subjects: ConnectError",
     ):
-        check_registry(with_registry.model_copy(update={"broker": away}))
+        check_registry(CheckedRun(with_registry.model_copy(update={"broker": away})))

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from relax_events.config.broker_addresses import split_address
+from relax_events.config.addresses import split_address
 from relax_events.errors import (
     BrokerError,
     BrokerRefused,

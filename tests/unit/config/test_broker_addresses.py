@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_events.config.broker_addresses import split_address
+from relax_events.config.addresses import split_address
 from relax_events.errors import ConfigError
 
 

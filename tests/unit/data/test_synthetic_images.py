@@ -17,7 +17,8 @@ from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
 from relax_events.examples.zoom import zoom
-from relax_events.launcher.requirements import require_model
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.file_checks import check_model
 from tests.unit.image_model import BOUNDS, image_run
 from tests.unit.trainer_samples import tiny_model
 
@@ -110,12 +111,12 @@ def run_of(folder: Path, family: str, **algorithm: Any) -> RunConfig:
 
 
 def test_run_with_images_needs_a_model_that_reads_images(tmp_path: Path) -> None:
-    assert require_model(run_of(tmp_path, "qwen3_vl")).endswith("will be made by the run")
+    assert check_model(CheckedRun(run_of(tmp_path, "qwen3_vl"))).endswith("will be made by the run")
     with pytest.raises(
         ConfigError,
         match=r"kind image and model.tiny.family = 'qwen3' reads text only; .* qwen3_vl, qwen3_vl_moe, qwen3_5, q",
     ):
-        require_model(run_of(tmp_path, "qwen3"))
+        check_model(CheckedRun(run_of(tmp_path, "qwen3")))
 
 
 def test_run_with_images_needs_an_engine_that_supports_them(tmp_path: Path) -> None:
@@ -125,10 +126,12 @@ def test_run_with_images_needs_an_engine_that_supports_them(tmp_path: Path) -> N
 
     text = r"engine 'sglang' supports media for models of the families qwen3_vl, .* alone, and .*none is of qwen3_5_moe, whose linear .*; set engine.name"
     with pytest.raises(ConfigError, match=text):
-        require_model(run("qwen3_5_moe"))
+        check_model(CheckedRun(run("qwen3_5_moe")))
     for family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker"):
-        assert require_model(run(family)).endswith("will be made by the run")
-    assert require_model(image_run(tmp_path, engine={"name": "sglang"})).endswith("is complete")
+        assert check_model(CheckedRun(run(family))).endswith("will be made by the run")
+    assert check_model(CheckedRun(image_run(tmp_path, engine={"name": "sglang"}))).endswith(
+        "is complete"
+    )
 
 
 def test_run_with_audio_needs_a_model_that_reads_audio(tmp_path: Path) -> None:
@@ -139,24 +142,26 @@ def test_run_with_audio_needs_a_model_that_reads_audio(tmp_path: Path) -> None:
             data={"source": "synthetic_audio:pitch"},
         )
 
-    assert require_model(run("qwen3_omni_moe_thinker")).endswith("will be made by the run")
+    assert check_model(CheckedRun(run("qwen3_omni_moe_thinker"))).endswith(
+        "will be made by the run"
+    )
     with pytest.raises(
         ConfigError,
         match=r"kind audio and model.tiny.family = 'qwen3_vl' reads image and video; .* qwen3_omni_moe_thinker",
     ):
-        require_model(run("qwen3_vl"))
+        check_model(CheckedRun(run("qwen3_vl")))
 
 
 def test_run_with_images_needs_a_critic_that_reads_images(tmp_path: Path) -> None:
     run = run_of(tmp_path, "qwen3_vl", name="ppo")
-    assert require_model(run).endswith("will be made by the run")
+    assert check_model(CheckedRun(run)).endswith("will be made by the run")
     blind = run.model_copy(
         update={"critic": run.critic.model_copy(update={"model_path": tiny_model()})}
     )
     with pytest.raises(
         ConfigError, match=r"kind image, and critic.model_path .* does not read such; leave it out"
     ):
-        require_model(blind)
+        check_model(CheckedRun(blind))
 
 
 def test_zoom_task_shows_position_in_the_small_image_and_colour_in_the_zoom() -> None:

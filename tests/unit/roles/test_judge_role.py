@@ -20,7 +20,8 @@ from relax_events.engines.protocol import EngineUsage, GeneratedSample, Generati
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import SampleScored
-from relax_events.launcher.requirements import require_judge, require_roles
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.file_checks import check_judge, check_roles
 from relax_events.rewards.run_judge import load_judge_rewards
 from relax_events.roles.judging import open_judge
 from relax_events.telemetry.metrics import WorkerMetrics
@@ -305,7 +306,7 @@ def test_judge_takes_the_place_of_the_reward_role(make_run_config: MakeRunConfig
     )
     assert config.roles()["judge"] == 2
     assert "reward" not in config.roles()
-    assert "judge x 2" in require_roles(config)
+    assert "judge x 2" in check_roles(CheckedRun(config))
     inputs = list_role_inputs(config)
     assert inputs["judge"] == [SAMPLES]
     assert "reward.scores" in inputs["advantage"]
@@ -386,23 +387,26 @@ def test_judge_model_is_checked_before_the_run_starts(
             reward={"function": "genrm"} | reward, judge={"model_path": path or tiny_model()}
         )
 
-    assert require_judge(config()) == f"{tiny_model()} on engine transformers"
-    assert require_judge(make_run_config()) == "none: judge.model_path is not given"
+    assert check_judge(CheckedRun(config())) == f"{tiny_model()} on engine transformers"
+    assert check_judge(CheckedRun(make_run_config())) == "none: judge.model_path is not given"
     both = make_run_config(reward=BY_ROUTE, judge={"model_path": tiny_model()})
-    assert require_judge(both) == f"{tiny_model()} on engine transformers, for 1 of 2 sources"
+    assert (
+        check_judge(CheckedRun(both))
+        == f"{tiny_model()} on engine transformers, for 1 of 2 sources"
+    )
     with pytest.raises(
         ConfigError, match=r"judge.model_path .* holds no config.json with \*.safetensors"
     ):
-        require_judge(config(tmp_path))
+        check_judge(CheckedRun(config(tmp_path)))
     with pytest.raises(
         ConfigError,
         match=r"reward.options.temperature configures a judge server, but judge.model_path gives the run its own judge",
     ):
-        require_judge(config(options={"temperature": 0.5}))
+        check_judge(CheckedRun(config(options={"temperature": 0.5})))
     with pytest.raises(
         ConfigError, match=r"reward.options.template must be rubric, reference, pair or a text"
     ):
-        require_judge(config(options={"template": "grade"}))
+        check_judge(CheckedRun(config(options={"template": "grade"})))
     with pytest.raises(
         ConfigError, match=r"reward.weights names accuracy, and a judge returns only reward"
     ):
@@ -437,4 +441,4 @@ def test_judge_of_media_must_read_them(make_run_config: MakeRunConfig) -> None:
     with pytest.raises(
         ConfigError, match=r"\[judge.media\] is set, and the model .* reads text only"
     ):
-        require_judge(make_run_config(reward={"function": "genrm"}, judge=judge))
+        check_judge(CheckedRun(make_run_config(reward={"function": "genrm"}, judge=judge)))

@@ -1,27 +1,42 @@
-"""What a run requires of this machine, checked without a broker and without loading anything heavy.
-`relax run` and the doctor check it first.
+"""Checks of a run file and of what it names: roles, models, judge, data and reward. Only the doctor
+loads code of the user or anything heavy.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
+import orjson
+
 from relax_events.config import ModelConfig, RunConfig, TeacherModelConfig
 from relax_events.config.algorithm_spec import find_algorithm
-from relax_events.controller.api_server import require_api_port
-from relax_events.data.prompt_filter import build_length_filter, needs_token_counts
-from relax_events.data.rendering import PromptRenderer, load_judge_renderer
-from relax_events.data.sources import is_generated, media_modalities, named_sources, open_source
+from relax_events.data.prompt_filter import (
+    FunctionFilter,
+    LengthFilter,
+    build_length_filter,
+    find_hook,
+    needs_token_counts,
+)
+from relax_events.data.rendering import PromptRenderer, load_judge_renderer, read_chat_template
+from relax_events.data.rows import PromptRow, PromptSource, build_checking_reader
+from relax_events.data.sft_targets import tokenize_targets
+from relax_events.data.sources import media_modalities, named_sources
 from relax_events.engines.sglang.checkpoint import MEDIA_MODELS, UNTESTED_MEDIA_MODELS
-from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
+from relax_events.errors import (
+    CheckFailed,
+    ConfigError,
+    EnvironmentProblem,
+    PoisonSample,
+    RelaxError,
+)
 from relax_events.gateway.program import resolve_command
-from relax_events.http.server import open_listener
-from relax_events.http.tls import choose_run_tls
+from relax_events.launcher.checked_run import CheckedRun
+from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
 from relax_events.model_folder.tensors import read_layouts, require_layouts
@@ -36,37 +51,31 @@ from relax_events.plugins import (
     find_plugin,
 )
 from relax_events.regular_files import require_regular_files
+from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.run_judge import load_grading, load_judge_rewards
 from relax_events.secret_handling import read_secret
-from relax_events.telemetry.traces import require_tracing
-from relax_events.telemetry.trackers import require_trackers
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
-MAX_PORT = 65_535
-NUM_RENDERED = 100
-"""Rows that are rendered before a run starts; it takes a moment."""
 ENGINE_MEDIA_FAMILIES = {"sglang": MEDIA_MODELS}
 """Model families whose media an engine supports, where it does not support all of them."""
+NO_PROMPTS = "none needed: a replay trains what was generated and scored before"
 
 
-def require_roles(config: RunConfig) -> str:
+def check_roles(run: CheckedRun) -> str:
     """Return the roles with their worker counts, once every role, engine, environment, backend and
     algorithm is installed.
 
     Raises:
         ConfigError: One is not installed; the text names its key and the installed ones.
     """
+    config = run.config
     for role in config.roles():
         find_plugin(ROLES, role, what=f"role {role!r}")
     for engine in dict.fromkeys((config.engine.name, config.rollout_engine)):
-        find_plugin(ENGINES, engine, what=f"engine.name = {engine!r}")
+        _require_plugin(ENGINES, engine, key="engine.name")
     if config.has_judge:
-        find_plugin(
-            ENGINES,
-            config.judge.engine.name,
-            what=f"judge.engine.name = {config.judge.engine.name!r}",
-        )
+        _require_plugin(ENGINES, config.judge.engine.name, key="judge.engine.name")
     if environment := config.environment.function:
         find_plugin(
             ENVIRONMENTS,
@@ -79,18 +88,14 @@ def require_roles(config: RunConfig) -> str:
     if (token_file := config.environment.harness.token_file) is not None:
         read_secret(token_file, key="environment.harness.token_file")
     _require_own_servers(config)
-    find_plugin(
-        TRAINER_BACKENDS,
-        config.trainer.backend,
-        what=f"trainer.backend = {config.trainer.backend!r}",
-    )
-    find_plugin(
-        OPTIMIZERS,
-        config.trainer.optimizer,
-        what=f"trainer.optimizer = {config.trainer.optimizer!r}",
-    )
+    _require_plugin(TRAINER_BACKENDS, config.trainer.backend, key="trainer.backend")
+    _require_plugin(OPTIMIZERS, config.trainer.optimizer, key="trainer.optimizer")
     find_algorithm(config.algorithm.name)
     return ", ".join(f"{role} x {count}" for role, count in config.roles().items())
+
+
+def _require_plugin(group: str, name: str, *, key: str) -> None:
+    find_plugin(group, name, what=f"{key} = {name!r}")
 
 
 def _require_own_servers(config: RunConfig) -> None:
@@ -113,7 +118,7 @@ def _require_own_servers(config: RunConfig) -> None:
             )
 
 
-def require_model(config: RunConfig) -> str:
+def check_model(run: CheckedRun) -> str:
     """Return the model's origin: its folder is complete, or the run will make it.
 
     Raises:
@@ -121,6 +126,7 @@ def require_model(config: RunConfig) -> str:
             names it.
         EnvironmentProblem: A library is not installed.
     """
+    config = run.config
     if missing := [name for name in MODEL_PACKAGES if importlib.util.find_spec(name) is None]:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
@@ -241,13 +247,14 @@ def _require_critic(config: RunConfig) -> None:
         )
 
 
-def require_teacher(config: RunConfig) -> str:
+def check_teacher(run: CheckedRun) -> str:
     """Return the teacher, once its folder is complete and it has the policy's vocabulary.
 
     Raises:
         ConfigError: The folder is missing, lacks a file, or holds another tokenizer; the text names
             both.
     """
+    config = run.config
     if not config.algorithm.distills or config.is_replay:
         return (
             "none: algorithm.distill_coefficient is 0"
@@ -289,13 +296,14 @@ def _require_teacher(config: RunConfig, section: str, teacher: TeacherModelConfi
     return f"{path}{where} has the vocabulary of {config.model.path}"
 
 
-def require_judge(config: RunConfig) -> str:
+def check_judge(run: CheckedRun) -> str:
     """Return the LLM judge, once its model is complete and its prompts can be rendered.
 
     Raises:
         ConfigError: The folder is missing or lacks a file or a chat template, or an option does not
             fit; the text names it.
     """
+    config = run.config
     path = config.judge.model_path
     if path is None or not (config.has_judge or config.judged_datasets):
         return (
@@ -320,69 +328,96 @@ def require_judge(config: RunConfig) -> str:
     return f"{path} on engine {config.judge.engine.name}{scope}"
 
 
-def require_metrics_ports(config: RunConfig) -> str:
-    """Return the ports of the workers' metrics, once the address is this machine's and the ports
-    are free.
+def check_data(run: CheckedRun) -> str:
+    """Check every row of every file that the run will read, and the templates and filters that will
+    process them; when it is thorough, also that the first row can be processed.
 
     Raises:
-        EnvironmentProblem: A port is taken or the address is not this machine's; the text names
-            both.
+        ConfigError: A file, a row, a template or a filter is missing or invalid.
     """
-    host, first = config.telemetry.metrics_host, config.telemetry.metrics_port
-    last = config.telemetry.worker_port(sum(config.processes().values()) - 1)
-    if last > MAX_PORT:
-        raise ConfigError(
-            f"telemetry.metrics_port = {first} is too high: the last worker would serve on "
-            f"{last}; set it to {first + MAX_PORT - last} or less"
+    config = run.config
+    if not config.is_replay or config.evaluation.datasets:
+        read_chat_template(config.data)
+    if not config.is_replay and config.data.prompt_filter:
+        find_hook(config.data.prompt_filter)
+    prompts, evaluated = run.prompts, run.evaluated
+    if run.is_thorough:
+        opened = [*prompts, *evaluated]
+        run.first_prompt = opened[0][1].row(0) if opened else None
+    texts = [
+        f"{source.num_rows} prompts in {part.source}{_left_out(source)}" for part, source in prompts
+    ]
+    if run.is_thorough and prompts:
+        texts += _try_first_rows(run)
+    texts += [
+        f"{source.num_rows} to evaluate {part.name} on{_left_out(source)}"
+        for part, source in evaluated
+    ]
+    return "; ".join(texts) or NO_PROMPTS
+
+
+def _try_first_rows(run: CheckedRun) -> Iterator[str]:
+    """Say what filter, lengths and answers of the first rows are."""
+    config, first = run.config, run.first_prompt
+    assert first is not None, "there are prompts"
+    if config.data.prompt_filter:
+        verdict = FunctionFilter(config.data.prompt_filter)(first, mean_rewards=(), train_step=0)
+        yield f"{config.data.prompt_filter} gives {verdict} for the first"
+    if not config.model.path.exists():
+        return
+    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+    if needs_token_counts(config.data):
+        length_filter = build_length_filter(
+            renderer, config.data, read_messages=build_checking_reader(MediaLibrary(config))
         )
-    remedies = "set telemetry.metrics_port = 0 for free ones", "set telemetry.metrics_host"
-    for port in range(first, last + 1):
-        open_listener(host, port, remedies=remedies, what="metrics").close()
-    return f"{host}, ports {first} to {last}" if first else f"{host}, free ports"
+        for _, source in run.prompts:
+            yield _describe_lengths(source, length_filter, run.num_rows)
+    if not config.algorithm.has_rewards:
+        answers = tokenize_targets(first, renderer=renderer)
+        counts = (f"{int(answer.loss_mask.sum())} tokens to learn" for answer in answers)
+        yield f"the first brings {' and '.join(counts)}"
 
 
-def require_folder(config: RunConfig) -> str:
-    """Return the run's folder, once this user may write it.
-
-    Raises:
-        EnvironmentProblem: The folder, or its nearest existing parent, can't be written.
-    """
-    run_folder = config.run_directory.absolute()
-    there = next(path for path in (run_folder, *run_folder.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise EnvironmentProblem(
-            f"the run's folder {run_folder} can't be made or written: {there} is not a folder "
-            "that this user may write to; set run.directory"
-        )
-    return f"{run_folder} can be written"
+def _describe_lengths(source: PromptSource, length_filter: LengthFilter, num_rows: int) -> str:
+    """Say how many of a source's first rows the length filter takes."""
+    rows = range(min(source.num_rows, num_rows))
+    reasons = Counter(
+        verdict
+        for row in rows
+        if isinstance(verdict := length_filter(source.row(row), mean_rewards=(), train_step=0), str)
+    )
+    counts = [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(reasons.items())]
+    return f"of its first {len(rows)} are passed over: {', '.join(counts) or 'none'}"
 
 
-def require_context_length(
-    config: RunConfig, *, num_rows: int = NUM_RENDERED, with_generated: bool = False
-) -> str:
+def _left_out(source: PromptSource) -> str:
+    invalid = source.invalid_rows
+    return (
+        f", {invalid.count} invalid left out, first {invalid.examples[0]}" if invalid.count else ""
+    )
+
+
+def check_context_length(run: CheckedRun) -> str:
     """Return how many of the first prompts leave the engine no token to generate. Only text prompts
     are checked, and only where the model exists.
 
-    Args:
-        config: The run.
-        num_rows: Rows of each source that are rendered.
-        with_generated: Check generated problems too, whose libraries take seconds to import.
     Raises:
-        ConfigError: No prompt leaves a token; the text names the shortest.
+        ConfigError: No prompt leaves a token, or a checkpoint can't be read; the text names the
+            shortest prompt, or the file.
     """
-    limit = config.engine.max_context_tokens
-    if config.is_replay or not config.model.path.exists():
+    if run.config.is_replay or not run.config.model.path.exists():
         return "not compared with the prompts yet"
+    config, _ = run.resolution
+    limit = config.engine.max_context_tokens
     renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
     length_filter = (
         build_length_filter(renderer, config.data) if needs_token_counts(config.data) else None
     )
     lengths = []
-    for section, part in named_sources(config.data):
-        if media_modalities(part) or (is_generated(part) and not with_generated):
+    for part, source in run.prompts:
+        if media_modalities(part):
             continue
-        source = open_source(part, seed=config.run.seed, section=section)
-        for row in islice(map(source.row, range(source.num_rows)), num_rows):
+        for row in islice(map(source.row, range(source.num_rows)), run.num_rows):
             if length_filter is None or not isinstance(
                 length_filter(row, mean_rewards=(), train_step=0), str
             ):
@@ -404,29 +439,45 @@ def require_context_length(
     )
 
 
-def require_harness_address(config: RunConfig) -> str:
-    """Return where harnesses find rollout worker 0, once their keys stay secret on the way.
-
-    Raises:
-        ConfigError: The address needs encryption.
+def check_reward(run: CheckedRun) -> str:
+    """Check that the reward function loads, and scores the reference answer of the first prompt
+    in time.
     """
-    harness = config.environment.harness
-    if not harness.is_served:
-        return "none: environment.harness.port = 0"
-    tls = choose_run_tls(config.http, harness.host)
-    return f"{'HTTP' if tls is None else 'HTTPS'}, {harness.host}, port {harness.port}"
+    config = run.config
+    if not config.algorithm.has_rewards and not config.evaluation.datasets:
+        return f"algorithm {config.algorithm.name} needs none"
+    if config.is_replay and not config.evaluation.datasets:
+        return NO_PROMPTS
+    texts = [_try_reward(config, run.first_prompt)]
+    rewards = [part.reward for part in config.evaluation.datasets if part.reward is not None]
+    for reward in rewards:
+        RewardPool(reward).close()
+    if rewards:
+        texts.append(f"{', '.join(reward.function for reward in rewards)} for evaluation loads")
+    return "; ".join(texts)
 
 
-REQUIREMENTS: Mapping[str, Callable[[RunConfig], str]] = {
-    "folder": require_folder,
-    "roles": require_roles,
-    "metrics": require_metrics_ports,
-    "traces": lambda config: require_tracing(config.telemetry.traces),
-    "trackers": lambda config: require_trackers(config.telemetry),
-    "scaling API": require_api_port,
-    "harness": require_harness_address,
-    "model": require_model,
-    "teacher": require_teacher,
-    "judge": require_judge,
-}
-"""Checked by `relax run` before it starts anything, in this order, and by the doctor."""
+def _try_reward(config: RunConfig, first_prompt: PromptRow | None) -> str:
+    if (computed := config.computed_reward) is None:
+        return "the judge scores all samples"
+    with RewardPool(computed) as pool:
+        if first_prompt is None:
+            raise CheckFailed(
+                f"{computed.function} loads, but was not tried: there is no prompt to try it on; "
+                "see data"
+            )
+        if config.reward.find_source(orjson.loads(first_prompt.metadata)) in config.judged_sources:
+            return f"{computed.function} loads; the first prompt is the judge's"
+        item = RewardItem(
+            "of-the-doctor",
+            first_prompt.answer,
+            answer=first_prompt.answer,
+            metadata=first_prompt.metadata,
+            prompt="\n".join(message.text for message in first_prompt.messages),
+        )
+        result = pool.score_batch([item] * (2 if pool.takes_prompt_group else 1))[0]
+    if isinstance(result, RelaxError):
+        raise result
+    return (
+        f"{computed.function} gives {result.reward:g} for the reference answer of the first prompt"
+    )

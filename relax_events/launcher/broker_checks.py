@@ -1,5 +1,5 @@
-"""Compares the model that a run file names with the run's newest weights, by names and shapes; no
-tensor is loaded.
+"""Checks of the broker and of other services: topics, schema registry, object store, and whether
+the model is the one whose weights the run has published, by names and shapes; no tensor is loaded.
 """
 
 from __future__ import annotations
@@ -10,20 +10,91 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, ObjectError, WeightsError
+from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
+from relax_events.errors import CheckFailed, ConfigError, ObjectError, WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.schema_registry import open_codec
+from relax_events.kafka.embedded.java import find_java
+from relax_events.kafka.embedded.settings import SHARE_GROUP_SIZE as EMBEDDED_SHARE_GROUP_SIZE
+from relax_events.kafka.schema_registry import RegistryClient, open_codec
+from relax_events.launcher.checked_run import CheckedRun
 from relax_events.model_folder.tensors import read_layouts
 from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
+from relax_events.ops.dependent_runs import describe_dependent_runs
+from relax_events.ops.topic_apply import plan_changes
 from relax_events.runtime.control_follower import ControlFollower
+from relax_events.session.broker_address import open_admin
 from relax_events.topics import TopicPlan
 from relax_events.weights.manifest import WeightManifest
 
+PROBE = b"relax doctor"
 log = structlog.get_logger()
 LAYER = re.compile(r"(.*\blayers)\.(\d+)\.")
 Shape = tuple[int, ...]
+
+
+def check_broker(run: CheckedRun) -> str:
+    """Check that the cluster answers and its topics don't contradict the plan; or that Java is
+    installed for the embedded broker.
+    """
+    config = run.config
+    if run.has_stopped_broker:
+        java = find_java()
+        lanes = require_rollout_capacity(config, EMBEDDED_SHARE_GROUP_SIZE)
+        return f"embedded, not running; Java {java.major} at {java.executable}; {lanes}"
+    admin = open_admin(run.operator_config, name="doctor")
+    plan = TopicPlan.from_config(config)
+    changes = [
+        change
+        for change in plan_changes(plan.specs(), admin.topics(plan.topic("")))
+        if change.is_drift
+    ]
+    if conflicts := [change for change in changes if change.kind == "conflict"]:
+        raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
+    lanes = require_rollout_capacity(config, read_share_group_size(config, admin))
+    return (
+        f"{run.operator_config.broker.bootstrap_servers} answers; {len(changes)} topic change(s) "
+        f"to apply; {lanes}"
+    )
+
+
+def check_registry(run: CheckedRun) -> str:
+    """Check that the schema registry answers, where the run has one."""
+    broker = run.config.broker
+    if not broker.schema_registry:
+        return "none: records carry their schema's fingerprint"
+    num_subjects = RegistryClient.from_config(broker).count_subjects()
+    return f"{broker.schema_registry} answers; it holds {num_subjects} subject(s)"
+
+
+def check_store(run: CheckedRun) -> str:
+    """Check that the object store can be written and read."""
+    uri = run.config.objects_uri
+    store = ObjectStore.open(uri, uri_aliases=run.config.objects.uri_aliases)
+    reference = store.put_at("doctor/probe", PROBE)
+    store.get(reference)
+    store.delete(["doctor/probe"])
+    return f"{uri} can be written and read"
+
+
+def check_dependent_runs(run: CheckedRun) -> str:
+    """Check that runs which replay this one find the records that they still need."""
+    if run.config.is_replay:
+        return "none: the run is a replay"
+    if run.has_stopped_broker:
+        return "not looked for: the embedded broker does not run"
+    return describe_dependent_runs(run.operator_config)
+
+
+def check_weights(run: CheckedRun) -> str:
+    """Check that the model is the one whose weights the run has published."""
+    if run.has_stopped_broker:
+        return "not compared with the model: the embedded broker does not run"
+    config = run.operator_config
+    topic = TopicPlan.from_config(config).topic("control.policy-versions")
+    is_there = topic in open_admin(config, name="doctor").topics(topic)
+    return require_fitting_model(config, read_newest_version(config) if is_there else None)
 
 
 def require_fitting_model(config: RunConfig, newest: PolicyVersionPublished | None) -> str:
