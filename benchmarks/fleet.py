@@ -47,7 +47,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.lease_sources import open_lease_source
 from relax_events.kafka.leases import Lease
-from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.producer import LINGER_MS, RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.workarounds.silent_members import COORDINATOR
 from relax_events.ops.topic_apply import apply_groups
@@ -202,7 +202,7 @@ class SimulatedWorker:
             requests=fleet.requests,
         )
         self.codec = EventCodec()
-        self.producer = RecordProducer(connection, linger_ms=config.broker.linger_ms)
+        self.producer = RecordProducer(connection, linger_ms=LINGER_MS)
         wait = compute_follow_wait(sum(config.roles().values()))
         self._control = ControlFollower(connection, plan, self.codec, wait=wait)
         self._control.start(lambda _: None)

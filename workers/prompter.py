@@ -48,7 +48,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.log_reader import LogReader
-from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.producer import LINGER_MS, RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
 from relax_events.projections.held_groups import HeldPromptGroups
@@ -135,7 +135,7 @@ class PrompterLoop:
         self._held = HeldPromptGroups()
         self._producer = RecordProducer(
             worker.connection,
-            linger_ms=self._config.broker.linger_ms,
+            linger_ms=LINGER_MS,
             max_batch_records=self._config.prompt_groups_per_lease(),
         )
         self._admin = Admin(worker.connection)

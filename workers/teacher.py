@@ -87,7 +87,7 @@ class TeacherScorer(LogprobScorer):
             use_version=lambda _: 0,
         )
         self._teachers, self._algorithm = teachers, worker.config.algorithm
-        self._config = worker.config.teacher
+        self._route_key = worker.config.reward.route_key
         self._section_of = {
             source: f"teachers.{name}"
             for name, one in worker.config.teachers.items()
@@ -127,12 +127,12 @@ class TeacherScorer(LogprobScorer):
         """Return the section of the sample's teacher."""
         if not self._section_of:
             return "teacher"
-        source = self._config.find_source(_metadata(sample))
-        section = self._section_of.get(source, "teacher")
+        source = _metadata(sample).get(self._route_key)
+        section = self._section_of.get(source, "teacher") if isinstance(source, str) else "teacher"
         if section not in self._teachers:
             raise PoisonSample(
                 f"sample {sample.sample_id}: no teacher is for the source {source!r} "
-                f"({self._config.route_key} in its metadata); name it in the sources of a table "
+                f"({self._route_key} in its metadata); name it in the sources of a table "
                 "of teachers, or set teacher.model_path for all others"
             )
         return section

@@ -19,7 +19,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded import EmbeddedBroker
-from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.producer import LINGER_MS, RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord, Record
 from relax_events.runtime.sample_input import next_offsets
 from relax_events.topics import TopicPlan
@@ -45,9 +45,7 @@ def build_plan(channel: str) -> TopicPlan:
 def open_producer(address: str) -> RecordProducer:
     """Return this process's producer, which is connected for as long as it lives, as a worker's is:
     a new one's first write takes half a second."""
-    return RecordProducer(
-        Connection(address, client_id="bench.writer"), linger_ms=BrokerConfig().linger_ms
-    )
+    return RecordProducer(Connection(address, client_id="bench.writer"), linger_ms=LINGER_MS)
 
 
 class KafkaWriter:

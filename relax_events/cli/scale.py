@@ -83,7 +83,7 @@ def out(
         model: `default` are the rollout workers; reward, judge, reference, actor-forward and
             teacher can be scaled as well.
         timeout_seconds: How long they may take until they serve; by default
-            scaling.timeout_seconds.
+            health.start_seconds.
         key: Idempotency key: a repeated call with the same key makes no second request.
         dry_run: Say what would be done, and do nothing.
     """

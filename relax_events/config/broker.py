@@ -84,15 +84,8 @@ class BrokerConfig(Section):
     """After this time without a heartbeat the broker reassigns a member's partitions."""
     request_timeout_seconds: Seconds = 30.0
     """Deadline of every request to the broker."""
-    linger_ms: Annotated[float, Field(ge=0)] = 100.0
-    """Time that a producer waits for more records, in milliseconds, so that the roles behind it
-    receive many at a time. A worker that has nothing else to write ends the wait."""
     compression: Literal["none", "lz4", "zstd"] = "none"
     """Compression of sample topics."""
-    heap_mib: Annotated[int, Field(ge=0)] = 0
-    """Maximum heap of the embedded broker in MiB, from its next start; 0 is a sixteenth of the
-    machine's memory, between 512 and 4096. Requests in memory are bounded to a quarter of it;
-    clients wait for their turn."""
     credentials: FilePath | None = None
     """Folder made by `relax broker secure`. Every process takes its principal's password from it,
     and the embedded broker accepts only these principals. Empty means no security, or the settings
@@ -206,9 +199,6 @@ class ObjectsConfig(Section):
     uri_aliases: Annotated[tuple[str, ...], Names.NOTHING] = ()
     """Former URIs of stores whose objects were copied into this one, as `relax topics import`
     prints them: references to them resolve here."""
-    outage_deadline_seconds: Seconds = 14_400.0
-    """Time that a worker waits for a store that does not answer, while it sends heartbeats; then it
-    ends with exit code 8 and is restarted."""
     claim_check_threshold_bytes: Positive = 262_144
     """Tensors larger than this are stored by reference (claim check) instead of inside the
     record."""

@@ -83,12 +83,6 @@ class RowsConfig(Section):
     max_invalid_rows: Annotated[int, Field(ge=0), free("when to refuse a file")] = 0
     """Invalid rows that are skipped, each with a log event; one more, and the run does not
     start."""
-    max_unpacked_bytes: Annotated[Positive, free("when to refuse a file")] = 256 * 1024**3
-    """Maximum unpacked size of a compressed JSON-lines file, in the folder for temporary files,
-    while the run reads it."""
-    max_unpacked_ratio: Annotated[Positive, free("when to refuse a file")] = 200
-    """Maximum ratio of unpacked to packed size. Text has 3 to 30; a file made to fill disks has
-    1,000 and more."""
     num_problems: Positive = 1000
     """Number of generated problems (generated sources only)."""
     options: Quantities = Field(default_factory=dict)

@@ -100,30 +100,21 @@ class EnvironmentConfig(Section):
     processes: Annotated[Positive, free(SPEED)] = 1
     """Child processes that run the function, or hold the sessions."""
     timeout_seconds: Annotated[Seconds, free("when an answer counts as failed")] = 10.0
-    """Deadline of a call. After it the process of a function is killed and the sample fails; the
-    episode of a session is begun again."""
-    setup_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 60.0
-    """Deadline of the set-up of a session: building the environment and its first observation."""
-    finish_seconds: Annotated[Seconds, free("how long the end of an episode is waited for")] = 10.0
-    """Deadline for closing a session."""
+    """Deadline of a call, and of closing a session. After it the process of a function is killed
+    and the sample fails; the episode of a session is begun again."""
     memory_bytes: Annotated[Positive, free("when an answer counts as failed")] = 4 * 1024**3
     """Address space limit of one child process."""
-    max_reply_bytes: Annotated[int, Field(ge=1, le=32 * 1024**2)] = 4 * 1024**2
-    """Maximum bytes of what an environment says to one turn, its texts as JSON, and of the tools
-    that it shows. A longer reply fails its sample. `model.media` bounds images, audio and video."""
     concurrency: Annotated[Positive, free(SPEED)] = 64
     """Programs, or sessions, that one rollout worker runs at the same time."""
     start_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 60.0
-    """Deadline of a program for its first call of the model (`command`)."""
+    """Deadline for the start of an episode: for the set-up of a session with its first observation,
+    or for a program's first call of the model (`command`)."""
     episode_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 900.0
     """Deadline of a program after that (`command`)."""
     attempts: Annotated[Positive, free("how often a failed episode is begun again")] = 3
     """How often an episode is begun in all if its program or session fails or is late, or its
     program calls no model. After the last attempt the prompt becomes a dead letter, and its prompt
     group fails without a score."""
-    max_media_files: Positive = 64
-    """Maximum media files that one program may show the policy, its row's files included
-    (`command`). `model.media` bounds the size of each."""
     tool_call_format: Literal[
         "auto", "hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek"
     ] = "auto"

@@ -50,8 +50,6 @@ class JudgeConfig(Section):
     """Type of the weights. Derived: that of its checkpoint."""
     device: Annotated[Text, free(SPEED)] = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the model."""
     chat_template_options: Annotated[dict[str, Any], Names.NOTHING] = Field(default_factory=dict)
     """Variables for its chat template, such as `enable_thinking = false`."""
     on_parse_error: Literal["fail", "zero"] = "fail"
@@ -73,7 +71,6 @@ class JudgeConfig(Section):
                 "path": path,
                 "dtype": self.dtype,
                 "device": self.device,
-                "attention": self.attention,
                 **media,
             }
         )

@@ -11,7 +11,6 @@ from relax_events.config.base import Positive, Seconds, Section
 BOUNDS = (
     ("image_min_token_num", "image_max_token_num"),
     ("video_min_token_num", "video_max_token_num"),
-    ("frame_factor", "video_fps_max_frames"),
 )
 
 
@@ -31,8 +30,6 @@ class MediaConfig(Section):
     """Frames sampled per second of a video, evenly spread over its whole length."""
     video_fps_max_frames: Annotated[int, Field(ge=4)] = 768
     """Maximum frames of a video; at least 4 are taken, unless it has fewer."""
-    frame_factor: Positive = 2
-    """The number of frames is rounded down to a multiple of this."""
     video_min_token_num: Positive = 128
     """Minimum tokens of a video frame; a smaller frame is enlarged. Models with temporal patches
     make this many tokens of each patch."""
@@ -41,8 +38,6 @@ class MediaConfig(Section):
     use_audio_in_video: bool = False
     """Feed the audio track of videos to the model, where its family supports it; every video must
     then have one."""
-    audio_sample_rate: Positive = 16_000
-    """Sample rate to which audio is converted, in hertz, one channel; it must be the model's."""
     max_item_bytes: Positive = 20 * 1024**2
     """Maximum size of one file; a larger file is rejected before it is read."""
     max_image_pixels: Positive = 64 * 1024**2
@@ -50,15 +45,8 @@ class MediaConfig(Section):
     decoded."""
     max_media_seconds: Seconds = 600.0
     """Maximum length of one audio file or video."""
-    max_video_frames: Positive = 100_000
-    """Maximum frames of one video before sampling."""
     decode_seconds: Seconds = 60.0
     """Deadline for decoding one file, in a separate process that is killed after it."""
-    decode_bytes: Annotated[int, Field(ge=512 * 1024**2)] = 4 * 1024**3
-    """Memory limit of the decoding process."""
-    cache_bytes: Positive = 4 * 1024**3
-    """Size of the disk cache of preprocessed media, shared by the workers of a machine in the run's
-    directory; the least recently used are evicted."""
 
     @model_validator(mode="after")
     def _bounds_leave_something(self) -> MediaConfig:

@@ -44,7 +44,8 @@ class RewardConfig(ChosenReward):
     a sample's metadata, each with `function`, `options` and `weights`. All other samples go to the
     function above."""
     route_key: Text = "data_source"
-    """Metadata key that selects one of `routes`."""
+    """Metadata key of a sample that names its source: it selects one of `routes`, and a teacher of
+    `teachers`."""
     timeout_seconds: Annotated[Seconds, free("when a score counts as failed")] = 10.0
     """Deadline of a call; after it the process is killed and the call counts as failed."""
     processes: Annotated[int, Field(ge=0), free(SPEED)] = 0

@@ -172,10 +172,9 @@ class HealthConfig(Section):
     """A worker that has work but makes no progress for this long is restarted. When no worker makes
     progress for this long, the pipeline is restarted. Also the deadline of one piece of work: a
     micro-batch, an optimizer step, one part of a record batch."""
-    transfer_seconds: Seconds = 3600.0
-    """Deadline for writing or reading a whole model: a policy version or a checkpoint."""
     start_seconds: Seconds = 3600.0
-    """Deadline for a worker's start, which is mostly loading its model."""
+    """Deadline for a worker's start, which is mostly loading its model, and for the transfer of a
+    whole model later: writing or loading a version of the weights or a checkpoint."""
     max_restarts: Positive = 3
     """Failed restarts of a worker before the pipeline is restarted: all its workers resume from
     checkpoint and log."""

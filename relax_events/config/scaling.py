@@ -21,20 +21,14 @@ class AutoscalerConfig(Section):
 
     enabled: bool = False
     """Whether the autoscaler runs."""
-    interval_seconds: Seconds = 10.0
-    """Time between two observations of the metrics."""
     out_queue_prompt_groups: Annotated[float, Field(ge=0)] = 10.0
     """The queue is long when its consumer lag exceeds this many prompt groups per worker."""
     out_seconds: Seconds = 30.0
-    """Time for which a condition must hold to scale out."""
-    out_cooldown_seconds: Seconds = 60.0
-    """Minimum time between two scale-outs."""
-    out_workers: Positive = 4
-    """Maximum workers added at a time."""
+    """Time for which a condition must hold to scale out. Metrics are observed three times in it,
+    and scale-outs are at least twice as far apart."""
     in_seconds: Seconds = 120.0
-    """Time for which the conditions must hold to scale in."""
-    in_cooldown_seconds: Seconds = 300.0
-    """Minimum time between any change and a scale-in."""
+    """Time for which the conditions must hold to scale in. A scale-in follows any change after 2.5
+    times this time at the earliest."""
     in_workers: Positive = 1
     """Maximum workers removed at a time."""
 
@@ -53,9 +47,6 @@ class ScalingConfig(Section):
     folder, created at the start."""
     max_workers: Positive = 32
     """Maximum workers of a role."""
-    timeout_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Deadline for requested workers to serve, unless the request sets one. 0 is the deadline of a
-    worker's start (`health.start_seconds`) plus that of its server to load the newest version."""
     on_partial_failure: Literal["rollback", "keep"] = "rollback"
     """What happens to the other workers of a request when one fails to start: they are removed, or
     stay."""

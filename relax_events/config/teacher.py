@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_events.config.base import DERIVED, OrDerived, Seconds, Section, Threads
+from relax_events.config.base import DERIVED, OrDerived, Section, Threads
 from relax_events.config.engine import ModelConfig
 from relax_events.config.external_values import Addresses, FilePath, Text, Texts
 from relax_events.config.resume_rules import SPEED, free
@@ -23,19 +22,15 @@ class TeacherModelConfig(Section):
     urls: Annotated[Addresses, free("where the teacher runs")] = ()
     """SGLang servers of the teacher. Given, the teacher workers load no model: they send each
     sample to the server with the fewest tokens to score, and take another one where it fails."""
-    request_seconds: Annotated[Seconds, free("when a server counts as lost")] = 600.0
-    """Deadline of a request to one of `urls`, which scores the samples of a record batch."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights. Derived: that of its checkpoint."""
     device: Annotated[Text, free(SPEED)] = "auto"
     """`auto` takes a GPU where there is one, else the CPU."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of the model."""
 
     def as_model(self, path: Path) -> ModelConfig:
         """Return the teacher as code takes it that loads any model."""
         return ModelConfig.model_validate(
-            {"path": path, "dtype": self.dtype, "device": self.device, "attention": self.attention}
+            {"path": path, "dtype": self.dtype, "device": self.device}
         )
 
 
@@ -47,17 +42,10 @@ class TeacherConfig(TeacherModelConfig):
     threads: Annotated[Threads, free(SPEED)] = DERIVED
     """CPU threads of the role; 0 takes all processors that the process may use. Derived as
     `trainer.threads`."""
-    route_key: Text = "data_source"
-    """Metadata key of a sample that names its source."""
-
-    def find_source(self, metadata: Mapping[str, Any]) -> str:
-        """Return the source of a sample with this metadata; empty where they name none."""
-        source = metadata.get(self.route_key)
-        return source if isinstance(source, str) else ""
 
 
 class SourceTeacherConfig(TeacherModelConfig):
     """A teacher of the samples of some sources, next to or instead of `teacher`."""
 
     sources: Annotated[Texts, Field(min_length=1)]
-    """The sources: values of the metadata key `teacher.route_key`."""
+    """The sources: values of the metadata key `reward.route_key`."""

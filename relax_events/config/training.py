@@ -29,6 +29,7 @@ PARALLEL_KEYS = (
 )
 
 ADAMW = "adamw"
+MAX_CHECKPOINT_SECONDS = 900.0
 """The optimizer that every backend has of its own, over flat tensors."""
 
 
@@ -131,11 +132,9 @@ class TrainerConfig(Section):
     with linear or sliding attention compute each sequence by itself, and so does `attention =
     "eager"`."""
     checkpoint_every: Annotated[Positive, free("how much is trained again after a crash")] = 50
-    """Maximum steps between checkpoints; recovery replays the log from the newest one."""
-    checkpoint_seconds: Annotated[Seconds, free("how much is trained again after a crash")] = 900.0
-    """Maximum time between checkpoints: one also begins at the end of the first step that ends this
-    long after the last checkpoint began. So recovery replays about the same amount of work for slow
-    and fast steps."""
+    """Maximum steps between checkpoints; recovery replays the log from the newest one. One also
+    begins at the end of the first step that ends 15 minutes after the last one began, so recovery
+    replays about the same amount of work for slow and fast steps."""
     keep_checkpoints: Annotated[Positive, free("what is kept")] = 2
     """Number of newest checkpoints to keep."""
     threads: Annotated[Threads, free(ROUNDING)] = DERIVED
@@ -225,7 +224,7 @@ class TrainerConfig(Section):
             policy_version: The newest.
             seconds: Since the last one began, or since this process began to train.
         """
-        return policy_version % self.checkpoint_every == 0 or seconds >= self.checkpoint_seconds
+        return policy_version % self.checkpoint_every == 0 or seconds >= MAX_CHECKPOINT_SECONDS
 
 
 class SftWarmupConfig(Section):
@@ -239,8 +238,6 @@ class SftWarmupConfig(Section):
     """End the warm-up once the loss per target token, in nats, is below this."""
     batch_size: Positive = 64
     """Problems in a supervised step."""
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
-    """AdamW's learning rate in the supervised steps."""
     assistant_turns_key: Text = ""
     """For runs with an environment: metadata key of a row that lists the assistant turns in order.
     The environment is called between them, and all of them are trained on. Empty trains on the

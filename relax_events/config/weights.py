@@ -45,6 +45,9 @@ class WeightsConfig(Section):
     """Bytes sent at a time."""
     deadline_seconds: Seconds = 60.0
     """Deadline for sending a version to an engine; a slower engine reads it from the store, and
-    rejoins."""
-    stall_seconds: Seconds = 10.0
-    """Deadline for one bucket; an engine that exceeds it is disconnected."""
+    rejoins. An engine that takes no part of it for a sixth of this time is disconnected."""
+
+    @property
+    def stall_seconds(self) -> float:
+        """Deadline for one bucket; an engine that exceeds it is disconnected."""
+        return self.deadline_seconds / 6

@@ -22,6 +22,13 @@ from relax_events.projections.scaling import is_running
 
 log = structlog.get_logger()
 KEY = "autoscaler/"
+OBSERVATIONS = 3
+"""Of the metrics in the time for which a condition must hold."""
+OUT_COOLDOWN, IN_COOLDOWN = 2.0, 2.5
+"""Minimum times between two scale-outs, and between any change and a scale-in, as multiples of the
+times for which a condition must hold."""
+OUT_WORKERS = 4
+"""Added at a time at most."""
 OUT_USAGE_RATIO = 0.85
 """Workers that hold more than this share of their capacity are too few."""
 OUT_WAIT_RATIO = 0.5
@@ -98,11 +105,11 @@ def decide(
     now = looks[-1].at
     reason = _scale_out_reason(looks, rules)
     if reason and not _is_trainer_bottleneck(looks[-1]):
-        target = min(num_wanted + rules.out_workers, pool.max_workers)
-        is_rested = now - last_out_at >= rules.out_cooldown_seconds * MICROS
+        target = min(num_wanted + OUT_WORKERS, pool.max_workers)
+        is_rested = now - last_out_at >= OUT_COOLDOWN * rules.out_seconds * MICROS
         return Decision(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
     target = max(num_wanted - rules.in_workers, pool.num_at_start)
-    is_rested = now - max(last_out_at, last_in_at) >= rules.in_cooldown_seconds * MICROS
+    is_rested = now - max(last_out_at, last_in_at) >= IN_COOLDOWN * rules.in_seconds * MICROS
     if (
         target < num_wanted
         and is_rested
@@ -132,7 +139,9 @@ def _scale_out_reason(looks: Sequence[Observation], rules: AutoscalerConfig) -> 
         ),
     )
     for what, of, bound in conditions:
-        values = _values_over(looks, of, seconds=rules.out_seconds, every=rules.interval_seconds)
+        values = _values_over(
+            looks, of, seconds=rules.out_seconds, every=rules.out_seconds / OBSERVATIONS
+        )
         if values and min(values) > bound:
             return f"{what} above {bound:g} for {rules.out_seconds:g} s"
     return ""
@@ -144,7 +153,9 @@ def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, k
     """
 
     def over_time(of: Callable[[Observation], float | None]) -> list[float]:
-        return _values_over(looks, of, seconds=rules.in_seconds, every=rules.interval_seconds)
+        return _values_over(
+            looks, of, seconds=rules.in_seconds, every=rules.out_seconds / OBSERVATIONS
+        )
 
     usages, queues, speeds = (
         over_time(of)
@@ -203,9 +214,10 @@ class Autoscaler:
             run,
             service,
         )
+        self._interval_seconds = self._rules.out_seconds / OBSERVATIONS
         longest = max(self._rules.out_seconds, self._rules.in_seconds)
         self._observations: deque[Observation] = deque(
-            maxlen=int(longest / self._rules.interval_seconds) + 2
+            maxlen=int(longest / self._interval_seconds) + 2
         )
 
     def poll(self, *, now: int, num_unfinished: int | None) -> None:
@@ -219,7 +231,7 @@ class Autoscaler:
         pool = self._service.bounds.pools.get(DEFAULT_MODEL)
         is_due = (
             not self._observations
-            or now - self._observations[-1].at >= self._rules.interval_seconds * MICROS
+            or now - self._observations[-1].at >= self._interval_seconds * MICROS
         )
         if pool is None or not self._rules.enabled or self._run.ended is not None or not is_due:
             return

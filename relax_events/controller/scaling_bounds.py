@@ -136,10 +136,7 @@ def _build_pool(
         num_at_start=num_at_start,
         max_workers=max(most, num_at_start),
         limit=limit,
-        timeout=int(
-            (config.scaling.timeout_seconds or max(config.health.start_seconds, least_seconds))
-            * MICROS
-        ),
+        timeout=int(max(config.health.start_seconds, least_seconds) * MICROS),
         least_timeout=int(least_seconds * MICROS),
         urls=urls,
     )

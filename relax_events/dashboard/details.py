@@ -193,9 +193,10 @@ def render_media(
     media = list_media(sample) if sample else []
     if not 0 <= number < len(media):
         raise ConfigError(f"the sample has {len(media)} media; there is no number {number}")
-    loaded = MediaLibrary(log.config).load(media[number])
+    library = MediaLibrary(log.config)
+    loaded = library.load(media[number])
     if loaded.samples is not None and loaded.pixels is None:
-        rate = log.config.model.media.audio_sample_rate
+        rate = library.find_sample_rate(media[number])
         begin = loaded.samples[: MAX_SECONDS * rate].astype(np.float64)
         return "audio/wav", encode_wav(begin, rate_hertz=rate)
     frames = select_frames(loaded)

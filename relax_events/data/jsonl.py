@@ -20,6 +20,9 @@ from relax_events.regular_files import open_regular
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1024**2
+MAX_UNPACKED_BYTES = 256 * 1024**3
+MAX_UNPACKED_RATIO = 200
+"""Of unpacked to packed size. Text has 3 to 30; a file made to fill disks has 1,000 and more."""
 MIN_CHECKED_BYTES = 64 * 1024**2
 """Below this size the ratio is not checked: a short file of similar lines is legitimate."""
 ALL_ROWS = slice(None)
@@ -111,16 +114,15 @@ class JsonlSource:
 
     def _check_unpacked_size(self, num_bytes: int, *, packed_bytes: int) -> None:
         """Reject a file that unpacks to far more bytes than it has."""
-        limit, ratio = self._config.max_unpacked_bytes, self._config.max_unpacked_ratio
-        if num_bytes > limit:
-            rule = f"{self._section}.max_unpacked_bytes = {limit}"
-        elif num_bytes > max(ratio * packed_bytes, MIN_CHECKED_BYTES):
-            rule = f"{self._section}.max_unpacked_ratio = {ratio} times its {packed_bytes} bytes"
+        if num_bytes > MAX_UNPACKED_BYTES:
+            limit = f"{MAX_UNPACKED_BYTES} bytes"
+        elif num_bytes > max(MAX_UNPACKED_RATIO * packed_bytes, MIN_CHECKED_BYTES):
+            limit = f"{MAX_UNPACKED_RATIO} times its {packed_bytes} bytes"
         else:
             return
         raise ConfigError(
-            f"data file {self._path} unpacks to more than {rule}; raise the limit if the "
-            "file is trusted"
+            f"data file {self._path} unpacks to more than {limit}; unpack it yourself if it is "
+            "trusted"
         )
 
     def _read_error(self, error: OSError) -> ConfigError:

@@ -15,6 +15,7 @@ from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
 from relax_events.confinement.entry_points import find_environment
 from relax_events.data.conversations import PLACEHOLDERS
 from relax_events.engines.protocol import EnvironmentContext
+from relax_events.environments.reply_encoding import MAX_REPLY_BYTES
 from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage
@@ -160,8 +161,11 @@ class EnvironmentPool:
 
 def build_setup(config: RunConfig) -> dict[str, Any]:
     """Return the first message to the children of an environment."""
-    media = {"max_item_bytes": config.model.media.max_item_bytes}
-    return config.environment.model_dump(mode="json") | media
+    limits = {
+        "max_item_bytes": config.model.media.max_item_bytes,
+        "max_reply_bytes": MAX_REPLY_BYTES,
+    }
+    return config.environment.model_dump(mode="json") | limits
 
 
 def describe_content(message: ChatMessage) -> str:

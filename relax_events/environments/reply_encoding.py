@@ -12,6 +12,8 @@ from relax_events.errors import PoisonSample
 
 MODALITIES = ("image", "audio", "video")
 MAX_PIECES = 64
+MAX_REPLY_BYTES = 4 * 1024**2
+"""Of what an environment says to one turn, its texts as JSON, and of the tools that it shows."""
 """Maximum number of media files of one reply."""
 MAX_ROLE_CHARACTERS = 64
 
@@ -97,10 +99,7 @@ def _check_text(reply: Reply, max_reply_bytes: int) -> str:
 
 
 def _describe_excess(num_bytes: int, max_reply_bytes: int) -> str:
-    return (
-        f"a text of {num_bytes} bytes as JSON; it must be at most environment.max_reply_bytes = "
-        f"{max_reply_bytes}"
-    )
+    return f"a text of {num_bytes} bytes as JSON; it must be at most {max_reply_bytes} bytes"
 
 
 def _check_media(pieces: Sequence[tuple[str, object]], max_item_bytes: int) -> str:

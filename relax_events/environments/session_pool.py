@@ -281,7 +281,7 @@ class SessionPool:
 
     async def _stop(self) -> None:
         await self._tasks.cancel()
-        seconds = self._environment.finish_seconds + 1.0
+        seconds = self._environment.timeout_seconds + 1.0
         await asyncio.to_thread(self._children.close, exit_seconds=seconds)
 
     def _run(self) -> None:

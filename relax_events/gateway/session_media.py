@@ -31,6 +31,8 @@ from relax_events.media.token_layout import read_modality
 
 Result = TypeVar("Result")
 NUM_THREADS = 2
+MAX_FILES = 64
+"""Media files that one program may show the policy, its row's files included."""
 MAX_REQUEST_BYTES = 64 * 1024**2
 """Of all media in one call, even if a sample may have more."""
 BASE64_RATIO = 4 / 3
@@ -55,7 +57,7 @@ class MediaThreads:
         """
         self.limits: MediaConfig = config.model.media
         self.access = MediaAccess(hosts=config.data.media_hosts)
-        self.max_files = config.environment.max_media_files
+        self.max_files = MAX_FILES
         self._libraries, self._local = libraries, threading.local()
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="session-media")
 
@@ -149,8 +151,7 @@ class SessionMedia:
             return reference
         if len(self.by_digest) >= self.threads.max_files:
             raise MediaError(
-                f"the session has its {self.threads.max_files} media files "
-                "(environment.max_media_files)",
+                f"the session has its {self.threads.max_files} media files; show it fewer",
                 reason="too_many",
             )
         reference = self.threads.library.add(MediaItem(item.modality, data, item.location))

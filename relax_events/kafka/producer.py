@@ -18,6 +18,9 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.workarounds.lost_exceptions import translate_fatal_errors
 
 DELIVERY_SECONDS = 120
+LINGER_MS = 100.0
+"""Time that a worker's records wait for more, so that the roles behind it receive many at a time. A
+worker that has nothing else to write ends the wait."""
 FLUSH_SECONDS = 1.0  # the interval at which a flush checks whether the broker denies access
 WAKE_SECONDS = 0.001
 MAX_IN_FLIGHT_RECORDS = 5

@@ -17,6 +17,7 @@ from relax_events.media.preprocessing import DecodePlan
 
 START_SECONDS = 60.0
 HEAD_BYTES = 1024**2
+DECODER_MEMORY_BYTES = 4 * 1024**3
 
 
 class Decoder:
@@ -34,9 +35,9 @@ class Decoder:
         self._children = ChildPool(
             ChildSettings(
                 entry_point=MEDIA_DECODER,
-                setup=limits.model_dump(mode="json") | {"memory_bytes": limits.decode_bytes},
+                setup=limits.model_dump(mode="json") | {"memory_bytes": DECODER_MEMORY_BYTES},
                 start_seconds=START_SECONDS,
-                limits=FrameLimits(HEAD_BYTES, limits.decode_bytes),
+                limits=FrameLimits(HEAD_BYTES, DECODER_MEMORY_BYTES),
             )
         )
 

@@ -35,14 +35,15 @@ INSPECTORS: dict[Modality, Callable[..., MediaFacts]] = {
 def main() -> int:
     """Serve requests until stdin ends."""
     served = Served()
-    setup = {name: value for name, value in served.setup.items() if name != "memory_bytes"}
+    setup = dict(served.setup)
+    memory_bytes = setup.pop("memory_bytes")
     limits = MediaConfig.model_validate(setup)
     served.report_ready({})
-    served.serve(lambda request: _decode_request(request, limits))
+    served.serve(lambda request: _decode_request(request, limits, memory_bytes))
     return 0
 
 
-def _decode_request(request: Frame, limits: MediaConfig) -> Answer:
+def _decode_request(request: Frame, limits: MediaConfig, memory_bytes: int) -> Answer:
     question, (data,) = request.head, request.contents
     modality, location = Modality(question["modality"]), question["location"]
     arrays: list[NDArray[Any]] = []
@@ -65,9 +66,7 @@ def _decode_request(request: Frame, limits: MediaConfig) -> Answer:
     except EnvironmentProblem as error:
         response = {"problem": {"text": str(error)}}
     except MemoryError:
-        text = (
-            f"{location} needs more than model.media.decode_bytes = {limits.decode_bytes} to decode"
-        )
+        text = f"{location} needs more than {memory_bytes} bytes to decode"
         response = {"error": {"text": text, "reason": "too_much_memory"}}
     return response, [np.ascontiguousarray(one).reshape(-1).view(np.uint8).data for one in arrays]
 

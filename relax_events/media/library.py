@@ -37,6 +37,7 @@ MAX_CACHED_REFERENCES = 4096
 """Cached references of added files: a row is read when it is filtered, and again when it is issued.
 """
 CACHE_FOLDER = "media-cache"
+MAX_CACHE_BYTES = 4 * 1024**3
 RUN_STORE = ""
 """Key of the run's object store among the open stores."""
 
@@ -65,9 +66,7 @@ class MediaLibrary:
         self._config, self._limits = config, config.model.media
         self._layout = MediaLayout.from_folder(model_path or config.model.path, self._limits)
         self._decoder = Decoder(self._limits)
-        self._cache = HostCache(
-            config.run.directory / CACHE_FOLDER, max_bytes=self._limits.cache_bytes
-        )
+        self._cache = HostCache(config.run.directory / CACHE_FOLDER, max_bytes=MAX_CACHE_BYTES)
         self._stores = {} if store is None else {RUN_STORE: store}
         self._memory: OrderedDict[str, ProcessedMedia] = OrderedDict()
         self._folder = folder
@@ -168,6 +167,10 @@ class MediaLibrary:
                 reason="text_model",
             )
         return self._layout
+
+    def find_sample_rate(self, reference: MediaRef) -> int:
+        """Return the rate, in hertz, at which the model reads a medium's audio."""
+        return self._preprocessor_for(reference).plan(reference).rate_hertz
 
     def _preprocessor_for(self, reference: MediaRef) -> MediaPreprocessor:
         return self._require_layout().preprocessor_for(reference)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from relax_events.config import MediaConfig
-from relax_events.errors import ConfigError, MediaError
+from relax_events.errors import MediaError
 from relax_events.events.parts import MediaRef
 from relax_events.media.geometry import ImageGeometry
 
@@ -117,21 +117,11 @@ class AudioPreprocessor:
     chunk: int
 
     @classmethod
-    def from_settings(
-        cls, extractor: Mapping[str, Any], tower: Mapping[str, Any], config: MediaConfig
-    ) -> Self:
-        """Read the spectrogram settings from a model's `preprocessor_config.json`, and the tower's
-        window from its `config.json`.
-
-        Raises:
-            ConfigError: The model needs another rate than the run file sets.
+    def from_settings(cls, extractor: Mapping[str, Any], tower: Mapping[str, Any]) -> Self:
+        """Read rate and spectrogram settings from a model's `preprocessor_config.json`, and the
+        tower's window from its `config.json`.
         """
         rate = int(extractor.get("sampling_rate", 16_000))
-        if rate != config.audio_sample_rate:
-            raise ConfigError(
-                f"the model reads audio of {rate} Hz, and model.media.audio_sample_rate is "
-                f"{config.audio_sample_rate}; set it to {rate}"
-            )
         return cls(
             rate, int(extractor["hop_length"]), int(extractor["n_fft"]), 2 * int(tower["n_window"])
         )
@@ -200,18 +190,11 @@ class VideoPreprocessor:
             image: Preprocessing of images.
             config: The limits.
             audio: Preprocessing of a video's audio; None to ignore it.
-        Raises:
-            ConfigError: The number of frames would not fit the model.
         """
         frames_per_patch, token_pixels = (
             image.geometry.temporal_patch_size,
             image.geometry.token_side**2,
         )
-        if config.frame_factor % frames_per_patch:
-            raise ConfigError(
-                f"model.media.frame_factor must be a multiple of the model's {frames_per_patch} "
-                f"frames per temporal patch, got {config.frame_factor}"
-            )
         min_pixels, max_pixels = (
             config.video_min_token_num * token_pixels,
             config.video_max_token_num * token_pixels,
@@ -224,7 +207,7 @@ class VideoPreprocessor:
             config.video_fps,
             MIN_FRAMES,
             config.video_fps_max_frames,
-            config.frame_factor,
+            frames_per_patch,
             audio,
         )
 

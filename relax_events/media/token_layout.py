@@ -355,7 +355,7 @@ class OmniLayout(MediaLayout):
         thinker = get_thinker_config(settings)
         images, audio = (
             ImagePreprocessor(ImageGeometry.from_settings(processor, config)),
-            AudioPreprocessor.from_settings(processor, thinker["audio_config"], config),
+            AudioPreprocessor.from_settings(processor, thinker["audio_config"]),
         )
         videos = VideoPreprocessor.from_settings(
             images, config, audio=audio if config.use_audio_in_video else None

@@ -25,6 +25,8 @@ REVERSE_ROTATIONS = {0: None, 90: "ROTATE_90", 180: "ROTATE_180", 270: "ROTATE_2
 counterclockwise.
 """
 MAX_RATE_HERTZ = 1_000
+MAX_VIDEO_FRAMES = 100_000
+"""Of one video, before sampling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,9 @@ def _read_frame_table(opened: OpenedStream, limits: MediaConfig, location: str) 
         if packet.size and packet.pts is not None and not packet.is_discard:
             times.append(packet.pts)
             keys += [packet.pts] if packet.is_keyframe else []
-        if len(times) > limits.max_video_frames:
+        if len(times) > MAX_VIDEO_FRAMES:
             raise MediaError(
-                f"{location} must have at most model.media.max_video_frames = "
-                f"{limits.max_video_frames}, got more",
+                f"{location} must have at most {MAX_VIDEO_FRAMES} frames, got more",
                 reason="too_many_frames",
             )
     if not times or (opened.stream.frames and len(times) < opened.stream.frames):

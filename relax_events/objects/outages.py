@@ -19,6 +19,9 @@ import structlog
 from relax_events.errors import StoreUnavailable
 
 log = structlog.get_logger()
+OUTAGE_DEADLINE_SECONDS = 14_400.0
+"""Time that a worker waits for a store that does not answer, while it sends heartbeats; then it
+ends with exit code 8 and is restarted."""
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 ResultT = TypeVar("ResultT")
@@ -96,8 +99,8 @@ class Outages:
         seconds = self._clock() - self._unavailable_since.setdefault(root, self._clock())
         if seconds + pause_seconds > self._deadline_seconds:
             raise StoreUnavailable(
-                f"{error}; waited for {seconds:.0f} s (objects.outage_deadline_seconds = "
-                f"{self._deadline_seconds:g}), so this worker ends and has to be started again"
+                f"{error}; waited for {seconds:.0f} s of at most {self._deadline_seconds:g}, so "
+                "this worker ends and has to be started again"
             ) from error
         log.info(
             "objects.wait_started",

@@ -23,6 +23,8 @@ from relax_events.training.batch.row_layout import TokenSequence, read_array
 
 log = structlog.get_logger()
 CONNECT_SECONDS = 10.0
+REQUEST_SECONDS = 600.0
+"""Deadline of a request, which scores the samples of a record batch."""
 ERROR_CHARACTERS = 500
 
 
@@ -103,7 +105,7 @@ class ServedTeacher:
         scores: dict[int, SampleScores] = {}
         missing, urls = list(range(len(samples))), list(self._config.urls)
         losses: list[str] = []
-        timeout = self._http.Timeout(self._config.request_seconds, connect=CONNECT_SECONDS)
+        timeout = self._http.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS)
         async with self._http.AsyncClient(timeout=timeout, trust_env=False) as client:
             while missing:
                 if not urls:

@@ -12,7 +12,7 @@ from relax_events.kafka.workarounds.dead_members import evict_predecessors
 from relax_events.objects.backends import errors as object_errors
 from relax_events.objects.claim_check import check_in, check_out
 from relax_events.objects.marker import claim_store, find_logged_marker
-from relax_events.objects.outages import outages
+from relax_events.objects.outages import OUTAGE_DEADLINE_SECONDS, outages
 from relax_events.objects.rights import ROLE_STORE_RIGHTS, SAMPLES
 from relax_events.objects.store import AllowedRoots, ObjectStore
 from relax_events.objects.version_objects import build_version_folder
@@ -114,9 +114,7 @@ def open_worker(
     )
     try:
         _register_error_metrics(worker)
-        worker.lifecycle.wait_for_stores(
-            outages, deadline_seconds=config.objects.outage_deadline_seconds
-        )
+        worker.lifecycle.wait_for_stores(outages, deadline_seconds=OUTAGE_DEADLINE_SECONDS)
         descriptions = [
             event for event in worker.control.follower.history if isinstance(event, RunDescribed)
         ]

@@ -144,7 +144,7 @@ class Lifecycle(AbstractContextManager["Lifecycle"]):
 
     def transfer(self, name: str) -> AbstractContextManager[None]:
         """Declare the transfer of a whole model: a version of the weights, or a checkpoint."""
-        return self.activity(name, deadline_seconds=self._config.health.transfer_seconds)
+        return self.activity(name, deadline_seconds=self._config.health.start_seconds)
 
     def track_lag(self, source: LagSource) -> None:
         """Report the lag of the role's input with every heartbeat, from now on."""

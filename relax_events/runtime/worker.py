@@ -17,7 +17,7 @@ from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import MetricsReported, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.producer import RecordProducer
+from relax_events.kafka.producer import LINGER_MS, RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.kafka.workarounds.stale_leaders import leave_out_outdated_brokers
@@ -94,7 +94,7 @@ class Worker(AbstractContextManager["Worker"]):
             role=role,
             interval_seconds=config.workers.heartbeat_seconds,
         )
-        self._producer = RecordProducer(self.connection, linger_ms=config.broker.linger_ms)
+        self._producer = RecordProducer(self.connection, linger_ms=LINGER_MS)
         self.control = self._read_control_log(
             codec, follow=follow, num_versions=num_versions, wait=control_wait
         )

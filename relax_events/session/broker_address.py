@@ -28,7 +28,6 @@ def embedded_broker(config: RunConfig) -> EmbeddedBroker | None:
     broker = EmbeddedBroker(
         config.run.directory / "broker",
         credentials=config.broker.credentials,
-        heap_mib=config.broker.heap_mib,
     )
     is_meant = config.broker.bootstrap_servers == EMBEDDED or (
         broker.state is not None and broker.bootstrap_servers == config.broker.bootstrap_servers

@@ -179,7 +179,7 @@ def test_skyrl_gym_environment_writes_the_prompt_and_several_messages_a_turn(
 @pytest.mark.parametrize("how", ["raises", "dies", "dies slowly", "hangs", "hangs at first"])
 def test_episode_is_begun_again_when_its_environment_fails(tmp_path: Path, how: str) -> None:
     options = {"folder": str(tmp_path), "how": how}
-    deadlines = {"timeout_seconds": 1.0, "setup_seconds": 1.0}
+    deadlines = {"timeout_seconds": 1.0, "start_seconds": 1.0}
     with conversation(tmp_path, "gymnasium", "Failing", options=options, **deadlines) as one:
         ended = one.finish(one.request())
         assert all(sample.finish_reason is FinishReason.STOP for sample in ended.values())
@@ -204,10 +204,10 @@ def test_episode_fails_without_a_reward_after_its_last_attempt(tmp_path: Path) -
 
 def test_late_environment_names_its_deadline(tmp_path: Path) -> None:
     options = {"folder": str(tmp_path), "how": "hangs at first", "times": 99}
-    settings = {"options": options, "attempts": 1, "setup_seconds": 0.5}
+    settings = {"options": options, "attempts": 1, "start_seconds": 0.5}
     with conversation(tmp_path, "gymnasium", "Failing", **settings) as one:
         (sample,) = one.finish(one.request(num_samples=1)).values()
-        assert "took longer than 0.5 s (environment.setup_seconds)" in sample.error
+        assert "took longer than 0.5 s (environment.start_seconds)" in sample.error
 
 
 def test_aborted_sample_closes_its_session_and_begins_again_from_its_first_turn(

@@ -143,7 +143,10 @@ say(messages, max_tokens=4)
     assert to_ready(sample).media == [reference]
 
 
-def test_media_that_cannot_be_shown_are_refused_by_name(tmp_path: Path) -> None:
+def test_media_that_cannot_be_shown_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.gateway.session_media.MAX_FILES", 2)
     body = """
 def image(url):
     return [{"type": "image_url", "image_url": {"url": url}}]
@@ -155,15 +158,13 @@ refused("image", image("data:image/png;base64,AAAA"))
 refused("a part of type 'file'", [{"type": "file", "file": {}}])
 refused("modality audio", [{"type": "input_audio",
                             "input_audio": {"data": files[3], "format": "wav"}}])
-refused("environment.max_media_files", [chat_image(number) for number in range(3)])
+refused("media files; show it fewer", [chat_image(number) for number in range(3)])
 system = [{"role": "system", "content": image(png[0])}, {"role": "user", "content": "a"}]
 status, found = ask(system, max_tokens=4)
 assert status == 400 and "of role 'system' has media" in found, found
 say([{"role": "user", "content": [chat_image(0), chat_image(1)]}], max_tokens=4)
 """
-    with episodes(
-        tmp_path, PARTS + body, model=build_image_model(), attempts=1, max_media_files=2
-    ) as engine:
+    with episodes(tmp_path, PARTS + body, model=build_image_model(), attempts=1) as engine:
         begin(engine)
         (sample,) = finish(engine)
     assert sample.error == ""

@@ -114,7 +114,7 @@ def test_observation_of_a_wrong_form_fails_its_own_session(tmp_path: Path) -> No
         for name in observations:
             assert fail(pool, name), name
         assert "more than 100 levels" in fail(pool, "deep")
-        assert "environment.max_reply_bytes = 4194304" in fail(pool, "long text")
+        assert "at most 4194304 bytes" in fail(pool, "long text")
         assert "sent a message of more than" in fail(pool, "huge")
         for raw in ("", "{", "[]", "5", '"a"', "{}", '{"data": 5}', '{"data": []}', "\x00"):
             assert fail(pool, f"raw {raw}"), raw
@@ -156,7 +156,7 @@ def tool_pool(folder: Path, *, num_tools: int, description: str = "d") -> Any:
 
 @pytest.mark.parametrize(
     ("num_tools", "description", "expected"),
-    [(300, "d", "more than 256 tools"), (5, "d" * 2_000_000, "environment.max_reply_bytes")],
+    [(300, "d", "more than 256 tools"), (5, "d" * 2_000_000, "4194304 bytes")],
 )
 def test_tools_that_fill_the_prompt_are_refused(
     tmp_path: Path, num_tools: int, description: str, expected: str
@@ -174,7 +174,7 @@ def test_long_result_of_a_tool_fails_its_own_session(tmp_path: Path) -> None:
         return f"<tool_call>{orjson.dumps(call).decode()}</tool_call>"
 
     with tool_pool(tmp_path, num_tools=1) as pool, sessions(pool, 2) as (attacked, other):
-        with pytest.raises(PoisonSample, match=r"environment\.max_reply_bytes"):
+        with pytest.raises(PoisonSample, match=r"at most 4194304 bytes"):
             result_of(attacked.step(shout(5 << 20)))
         assert result_of(other.step(shout(3))).replies[0].message.text == "aaa"
 

@@ -102,13 +102,14 @@ def test_unexpected_decoder_error_is_reported_with_its_message() -> None:
     assert decoder.inspect(audio_file(), Modality.AUDIO, location="b").num_frames == 6_400
 
 
-def test_error_names_file_that_needs_too_much_memory_to_decode() -> None:
-    decoder = Decoder(MediaConfig(decode_bytes=512 * 1024**2))
+def test_error_names_file_that_needs_too_much_memory_to_decode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("relax_events.media.decoder.DECODER_MEMORY_BYTES", 512 * 1024**2)
+    decoder = Decoder(MediaConfig())
     video = written("mpeg4", "mp4", frames=frames_of(48, 32, 4))
     huge = DecodePlan((768, 1024, 1024, 3), "uint8", frames=(0, 1) * 384)
-    with pytest.raises(
-        MediaError, match=r"a needs more than model.media.decode_bytes = 536870912 to decode"
-    ) as caught:
+    with pytest.raises(MediaError, match=r"a needs more than 536870912 bytes to decode") as caught:
         decoder.decode(video, Modality.VIDEO, huge, location="a")
     assert caught.value.reason == "too_much_memory"
     assert (

@@ -15,13 +15,9 @@ from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 
 QUICK = {
     "enabled": True,
-    "interval_seconds": 0.5,
     "out_queue_prompt_groups": 1,
     "out_seconds": 2,
-    "out_cooldown_seconds": 20,
-    "out_workers": 1,
     "in_seconds": 6,
-    "in_cooldown_seconds": 15,
 }
 
 

@@ -24,12 +24,12 @@ from relax_events.weights.broadcast.transports import BroadcastReader
 
 def main() -> None:
     """Serve until stdin ends."""
-    store_uri, worker_id, seconds, folder = sys.argv[1:]
+    store_uri, worker_id, folder = sys.argv[1:]
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     arm_failpoints(Path(folder), os.environ)
     receiver = Receiver(
         worker_id,
-        WeightsConfig(stall_seconds=float(seconds)),
+        WeightsConfig(),
         metrics=WorkerMetrics("rollout").weights,
     )
     with closing(BroadcastReader(ObjectStore.open(store_uri), receiver)) as transport:

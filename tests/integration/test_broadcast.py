@@ -43,7 +43,6 @@ from relax_events.weights.file_content import lay_out
 PROGRAM = Path(__file__).parent / "broadcast_program.py"
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60.0
-STALL_SECONDS = 10.0
 STEP_SECONDS = 8.0
 """What publishing may cost the trainer, whatever the engines do: below what an engine that hangs is
 given."""
@@ -76,12 +75,10 @@ class Trainer:
         self.lists: list[BroadcastMembership] = []
         self.listeners: list[Callable[[BroadcastMembership], object]] = []
         self.metrics = WorkerMetrics("trainer")
-        seconds = {"deadline_seconds": PATIENCE_SECONDS, "stall_seconds": STALL_SECONDS}
         config = WeightsConfig(
             transport="gloo",
             use_shared_memory=transport == "memory",
             bucket_bytes=bucket_bytes,
-            **seconds,
         )
         self.broadcaster = Broadcaster(
             config, metrics=self.metrics.weights, announce=self._announce, last_list=last_list
@@ -128,9 +125,7 @@ class Engine:
 
     def __init__(self, store: ObjectStore, worker_id: str) -> None:
         self.metrics = WorkerMetrics("rollout")
-        self.receiver = Receiver(
-            worker_id, WeightsConfig(stall_seconds=STALL_SECONDS), metrics=self.metrics.weights
-        )
+        self.receiver = Receiver(worker_id, WeightsConfig(), metrics=self.metrics.weights)
         self.transport = BroadcastReader(store, self.receiver)
         self.woken = threading.Semaphore(0)
         self.note = self.transport.subscribe(self.woken.release)
@@ -167,7 +162,6 @@ class EngineProcess:
             str(PROGRAM),
             store.uri("").rstrip("/"),
             worker_id,
-            str(STALL_SECONDS),
             str(folder),
         ]
         variables = os.environ | {

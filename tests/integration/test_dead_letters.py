@@ -82,7 +82,7 @@ def dead_letter(written: WrittenRun, open_worker: Callable[[str], Worker]) -> Ca
 
 @pytest.mark.parametrize("is_read_again", [False, True])
 def test_trainer_flushes_dead_letters_before_committing_past_their_records(
-    written: WrittenRun, tmp_path: Path, is_read_again: bool
+    written: WrittenRun, tmp_path: Path, is_read_again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locations: list[tuple[int, int]] = []
     record = ProducerRecord(
@@ -92,9 +92,10 @@ def test_trainer_flushes_dead_letters_before_committing_past_their_records(
     claim_check = StoreClaimCheck(
         ObjectStore.open((tmp_path / "objects").as_uri()), claim_check_threshold_bytes=10**6
     )
-    broker = written.config.broker.model_copy(update={"linger_ms": 100_000})
-    config = written.config.model_copy(update={"broker": broker})
-    with Worker("trainer", config, claim_check=claim_check) as worker:  # nothing goes by itself
+    monkeypatch.setattr(
+        "relax_events.runtime.worker.LINGER_MS", 100_000.0
+    )  # nothing goes by itself
+    with Worker("trainer", written.config, claim_check=claim_check) as worker:
         assembler = BatchAssembler(max_staleness=written.config.run.max_staleness, decided=set())
         unused: Any = SimpleNamespace()
         intake = SampleIntake(

@@ -45,12 +45,6 @@ def check_servers(config: RunConfig) -> Iterator[str]:
                 f"{section}.sglang.stall_seconds + start_seconds its server may be started again "
                 "while samples wait; set health.progress_timeout_seconds"
             )
-        if 0 < config.scaling.timeout_seconds < engine.start_limit_seconds:
-            yield (
-                f"scaling.timeout_seconds must be 0 or >= {engine.start_limit_seconds:g}, got "
-                f"{config.scaling.timeout_seconds:g}: its server may take so long to start "
-                f"and load ({section}.sglang.start_seconds)"
-            )
 
 
 def check_teachers(config: RunConfig) -> Iterator[str]:

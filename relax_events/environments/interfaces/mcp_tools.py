@@ -170,7 +170,7 @@ class McpSession:
         if num_bytes > self._bounds.max_reply_bytes:
             raise EpisodeFailed(
                 f"the tools have {num_bytes} characters as JSON; they must have at most "
-                f"environment.max_reply_bytes = {self._bounds.max_reply_bytes}"
+                f"{self._bounds.max_reply_bytes} bytes"
             )
 
     async def _run(self, call: ToolCall) -> Reply:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from relax_events.environments.reply import Reply
 
-DEADLINES = {"open": "setup_seconds", "step": "timeout_seconds", "close": "finish_seconds"}
+DEADLINES = {"open": "start_seconds", "step": "timeout_seconds", "close": "timeout_seconds"}
 """The key of each call's deadline, in the section `environment`."""
 
 
@@ -72,7 +72,7 @@ class Session(Protocol):
     """
 
     async def open(self) -> Opening:
-        """Set the environment up; deadline `environment.setup_seconds`."""
+        """Set the environment up; deadline `environment.start_seconds`."""
         ...
 
     async def step(self, completion: str) -> Observation:
@@ -81,7 +81,7 @@ class Session(Protocol):
 
     async def close(self) -> None:
         """Release what the session holds, also after a failure; deadline
-        `environment.finish_seconds`.
+        `environment.timeout_seconds`.
         """
         ...
 

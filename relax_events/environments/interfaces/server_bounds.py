@@ -36,7 +36,7 @@ class ServerBounds:
         return cls(
             max_reply_bytes=setup["max_reply_bytes"],
             max_item_bytes=setup["max_item_bytes"],
-            open_seconds=setup["setup_seconds"],
+            open_seconds=setup["start_seconds"],
             request_seconds=setup["timeout_seconds"],
         )
 
@@ -48,7 +48,7 @@ class ServerBounds:
     def describe(self) -> str:
         """Return the bound of a message and its keys, for errors."""
         return (
-            f"{self.max_message_bytes} bytes (2 * environment.max_reply_bytes + "
+            f"{self.max_message_bytes} bytes (2 * {self.max_reply_bytes} of text + "
             "2 * model.media.max_item_bytes)"
         )
 

@@ -112,7 +112,7 @@ def load_parent_weights(
     backend.load_state(OverlaidState(version, backend.state(), start.state))
     with worker.lifecycle.transfer("write the first checkpoint"):
         pending = checkpoints.save(backend.state(), extra={"consumed": [], "id_window": []})
-        checkpoint = pending.wait(worker.config.health.transfer_seconds)
+        checkpoint = pending.wait(worker.config.health.start_seconds)
     log.info(
         "parent.loaded",
         parent_run=source.config.run.id,

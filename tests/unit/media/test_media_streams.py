@@ -15,9 +15,7 @@ from relax_events.media.preprocessing import DecodePlan
 from relax_events.media.videos import decode_video, inspect_video
 from tests.unit.video_and_audio import audio_file, frames_of, tone, video_file, written
 
-LIMITS = MediaConfig(
-    max_item_bytes=200_000, max_media_seconds=10, max_video_frames=50, max_image_pixels=10_000
-)
+LIMITS = MediaConfig(max_item_bytes=200_000, max_media_seconds=10, max_image_pixels=10_000)
 ALL = 12
 """Frames of the videos below, with key frames among them."""
 
@@ -169,7 +167,10 @@ CONCAT = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
         (bytes(200_001), "too_large"),
     ],
 )
-def test_hostile_video_is_refused(data: bytes, reason: str) -> None:
+def test_hostile_video_is_refused(
+    data: bytes, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_events.media.videos.MAX_VIDEO_FRAMES", 50)
     assert refused(data, reason, video=True).startswith("rows:1")
 
 

@@ -181,19 +181,6 @@ def test_placeholders_of_a_different_modality_than_the_media_are_rejected() -> N
     [
         ({"use_audio_in_video": True}, False, "use_audio_in_video needs a model that reads audio"),
         (
-            {"frame_factor": 1},
-            False,
-            ("frame_factor must be a multiple of the model's 2 frames per temporal patch, got 1"),
-        ),
-        (
-            {"audio_sample_rate": 8_000},
-            True,
-            (
-                "the model reads audio of 16000 Hz, and model.media.audio_sample_rate is 8000; "
-                "set it to 16000"
-            ),
-        ),
-        (
             {"video_fps": 3},
             True,
             (

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
-        ("a" * 97, "a text of 108 bytes as JSON; it must be at most environment.max"),
+        ("a" * 97, "a text of 108 bytes as JSON; it must be at most 100 bytes"),
         ("a" * 1000, "a text of 1000 bytes"),
         ("\0" * 30, "a text of 191 bytes as JSON"),
         ("\ud800", "a text that is not Unicode"),
@@ -48,7 +48,7 @@ def test_reply_within_the_bounds_is_encoded() -> None:
 def test_replies_to_one_turn_are_bounded_together() -> None:
     header, _ = encode_replies(["a" * 50], max_item_bytes=10, max_reply_bytes=200)
     assert len(orjson.dumps(header)) < 300
-    with pytest.raises(PoisonSample, match=r"as JSON; it must be at most environment"):
+    with pytest.raises(PoisonSample, match=r"as JSON; it must be at most 200 bytes"):
         encode_replies(["a" * 50] * 4, max_item_bytes=10, max_reply_bytes=200)
     with pytest.raises(PoisonSample, match="66 media files"):
         encode_replies(

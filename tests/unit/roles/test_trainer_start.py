@@ -26,7 +26,7 @@ def test_first_checkpoint_has_the_transfer_deadline(monkeypatch: pytest.MonkeyPa
     worker: Any = SimpleNamespace(
         config=SimpleNamespace(
             first_version=3,
-            health=SimpleNamespace(transfer_seconds=5_000.0),
+            health=SimpleNamespace(start_seconds=5_000.0),
             model=SimpleNamespace(lora=None),
         ),
         lifecycle=SimpleNamespace(transfer=lambda name: named.append(name) or nullcontext()),
