@@ -119,7 +119,10 @@ class EvaluatorLoop:
         )
         self._sources, self._rewards, self._judge = sources, rewards, judge
         self._renderer = PromptRenderer.from_folder(
-            self._config.model.path, self._config.data, media=self._config.model.media
+            self._config.model.path,
+            self._config.data,
+            media=self._config.model.media,
+            tool_format=self._config.environment.tool_call_format,
         )
         self._library = MediaLibrary(self._config)
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()

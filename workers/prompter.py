@@ -91,7 +91,12 @@ def run(config: RunConfig, *, index: int = 0) -> None:
     stream = open_stream(config.data, seed=config.run.seed)
     store = open_store(config)
     renderer = (
-        PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+        PromptRenderer.from_folder(
+            config.model.path,
+            config.data,
+            media=config.model.media,
+            tool_format=config.environment.tool_call_format,
+        )
         if needs_token_counts(config.data)
         else None
     )

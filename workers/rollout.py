@@ -94,7 +94,10 @@ class RolloutLoop:
             MediaLibrary(self._config), on_arrival=lambda: self._put(None)
         )
         self._renderer = PromptRenderer.from_folder(
-            self._config.model.path, self._config.data, media=self._config.model.media
+            self._config.model.path,
+            self._config.data,
+            media=self._config.model.media,
+            tool_format=self._config.environment.tool_call_format,
         )
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
         self._waiting: list[InflightGroup] = []

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from relax_events.config import SamplingConfig
+from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
-from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.render_queue import RenderQueue
 from relax_events.gateway.session import Generate, Session, SessionBounds
 
 
 def open_session(
-    renderer: ChatRenderer,
+    renderer: PromptRenderer,
     generate: Generate,
     *,
     name: str = "000000-0000-0",
@@ -23,7 +24,9 @@ def open_session(
     max_context_tokens: int = 4000,
     **more: Any,
 ) -> Session:
-    """Open a session whose turns a function samples; `more` are further fields of the session."""
+    """Open a session whose turns a function samples, with a queue of its own; `more` are
+    further fields of the session.
+    """
     empty = np.empty(0, np.int32)
     sample = SampleRequest(
         sample_id=f"{name}/0",
@@ -42,4 +45,5 @@ def open_session(
     bounds = SessionBounds(
         max_turns=max_turns, max_new_tokens=max_new_tokens, max_context_tokens=max_context_tokens
     )
-    return Session(request, sample, bounds, renderer, generate, **more)
+    queue = RenderQueue.of_renderer(renderer)
+    return Session(request, sample, bounds, renderer, queue, generate, **more)

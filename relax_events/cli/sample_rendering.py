@@ -209,8 +209,10 @@ def outcome_text(detail: SampleDetail) -> str:
 
 
 def message_text(message: ChatMessage) -> str:
-    """Return a message, its media as `part_text` has them."""
-    return "".join(part_text(part) for part in message.parts)
+    """Return a message with its thoughts and tool calls, its media as `part_text` has them."""
+    from relax_events.data.messages import describe_message
+
+    return describe_message(message, show_part=part_text)
 
 
 def part_text(part: ContentPart) -> str:

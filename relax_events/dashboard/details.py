@@ -19,6 +19,7 @@ from relax_events.config import RunConfig
 from relax_events.dashboard.recent_texts import excerpt_texts
 from relax_events.dashboard.sample_columns import SamplePosition, SampleTable
 from relax_events.dashboard.sample_media import MAX_SECONDS, encode_png, select_frames
+from relax_events.data.messages import describe_message
 from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
@@ -126,7 +127,7 @@ def read_sample(log: RunLog, table: SampleTable, row: int) -> dict[str, Any]:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    return {"role": message.role, "text": message.text}
+    return {"role": message.role, "text": describe_message(message)}
 
 
 def _score(score: SampleScored) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from relax_events.data.conversations import (
     split_conversation,
     split_preference_pair,
 )
+from relax_events.data.messages import parse_message
 from relax_events.data.rows import PromptRow, add_system_prompt
-from relax_events.errors import ConfigError, MediaError
-from relax_events.events.parts import ChatMessage, Modality
+from relax_events.errors import ConfigError, MediaError, PoisonSample
+from relax_events.events.parts import ChatMessage, ContentPart, Modality
 from relax_events.media.items import MediaAccess, MediaItem, read_items
 
 TEMPLATE_FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")
@@ -111,7 +112,10 @@ class ColumnReader:
             answer if isinstance(answer, str) else _json(answer, f"{location}: {config.answer_key}")
         )
         if not config.answer_key and len(completions) == 1 and len(completions[0]) == 1:
-            text = completions.pop()[0].text
+            (answered,) = completions[0]
+            text = answered.text
+            if answered == ChatMessage.of_text(answered.role, text):
+                completions = []
         return PromptRow(
             messages,
             text,
@@ -244,29 +248,26 @@ def _messages(
 
 
 def _message(message: Any, location: str, modalities: Container[str]) -> ChatMessage:
-    role, content = (
-        (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    )
-    if isinstance(content, list):
-        content = "".join(_text_part(part, location, modalities) for part in content)
-    if not isinstance(role, str) or not isinstance(content, str):
+    def read_part(part: Any) -> ContentPart:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in modalities:
+            raise ConfigError(
+                f"{location} has content part {part!r:.80}; only parts of type 'text' with a text "
+                "can be used, and those of the modalities in multimodal_keys"
+            )
+        return ContentPart(Modality.TEXT, PLACEHOLDERS[Modality(kind)])
+
+    fields = message if isinstance(message, dict) else {}
+    has_content = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
+    if not isinstance(fields.get("role"), str) or not has_content:
         raise ConfigError(
             f"{location} has message {message!r:.80}; a chat message is an object with the "
             "strings role and content"
         )
-    return ChatMessage.of_text(role, content)
-
-
-def _text_part(part: Any, location: str, modalities: Container[str]) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in modalities:
-        return PLACEHOLDERS[Modality(kind)]
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise ConfigError(
-            f"{location} has content part {part!r:.80}; only parts of type 'text' with a text can "
-            "be used, and those of the modalities in multimodal_keys"
-        )
-    return str(part["text"])
+    try:
+        return parse_message(fields, what=f"{location}: a message", read_part=read_part)
+    except PoisonSample as error:
+        raise ConfigError(str(error)) from None
 
 
 def _tools(tools: Any, location: str) -> str:

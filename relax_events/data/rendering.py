@@ -1,12 +1,21 @@
-"""Render messages to prompt tokens, and completion tokens to text, with the model's tokenizer."""
+"""Render messages to prompt tokens, and completion tokens to text, with the model's tokenizer.
+
+    rows, programs, environments --> prompt_tokens --> engine --> a turn --> turn_text
+                                                         ^          |
+                                                         +----------+
+                                                        bridge_tokens
+
+Tokens are only appended: a sampled turn is never rendered or tokenized again.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -15,8 +24,10 @@ from numpy.typing import NDArray
 from relax_events.config import DataConfig, JudgeConfig, MediaConfig
 from relax_events.data.control_tokens import ControlTokens
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import REASONING_FIELDS, list_texts, print_message
+from relax_events.data.tool_formats import choose_format
 from relax_events.errors import ConfigError, PoisonSample
-from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
+from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.media.token_layout import MediaLayout
 from relax_events.models.tokenizer_folder import FolderTokenizer, find_longest_token
 from relax_events.objects.store import list_message_media
@@ -25,10 +36,10 @@ from relax_events.regular_files import read_regular_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOOL_CALL, END_OF_REASONING = "<tool_call>", "</think>"
+END_OF_REASONING = "</think>"
 MIN_TOKEN_BYTES = 16
-ANSWER_MARK = "\ue000"
-"""Placeholder for a completion that is not rendered: a character that no prompt contains."""
+TURN_MARKS = tuple(map(chr, range(0xE000, 0xF900)))
+"""Private characters, one of which stands for a sampled turn that is not rendered."""
 
 
 class PromptRenderer:
@@ -45,6 +56,7 @@ class PromptRenderer:
         *,
         stop_token_ids: Sequence[int] = (),
         layout: MediaLayout | None = None,
+        tool_format: str = "auto",
     ) -> None:
         """Use a loaded tokenizer.
 
@@ -53,6 +65,7 @@ class PromptRenderer:
             config: Whether the chat template is used, and its options.
             stop_token_ids: Tokens that end a completion in addition to the tokenizer's end token.
             layout: Token layout of media in a prompt; None for a model that reads text only.
+            tool_format: The format of tool calls; see `choose_format`.
         Raises:
             ConfigError: The tokenizer lacks the chat template that the config requires, or no token
                 ends a completion.
@@ -75,10 +88,17 @@ class PromptRenderer:
         self._config, self._layout = config, layout
         placeholders = () if layout is None else layout.placeholders.values()
         self._control = ControlTokens(tokenizer, also=(*self.stop_token_ids, *placeholders))
+        self.tool_format = choose_format(tool_format, template=self.chat_template)
+        self._reasoning_field = find_reasoning_field(self.chat_template)
 
     @classmethod
     def from_folder(
-        cls, path: Path, config: DataConfig, *, media: MediaConfig | None = None
+        cls,
+        path: Path,
+        config: DataConfig,
+        *,
+        media: MediaConfig | None = None,
+        tool_format: str = "auto",
     ) -> Self:
         """Load the tokenizer of a model folder; nothing is ever downloaded.
 
@@ -86,6 +106,7 @@ class PromptRenderer:
             path: The folder.
             config: The data section.
             media: Preprocessing of media; None if prompts are text only.
+            tool_format: The format of tool calls; see `choose_format`.
         Raises:
             ConfigError: There is no such folder, it holds no tokenizer, or its settings for media
                 can't be used.
@@ -102,6 +123,7 @@ class PromptRenderer:
             config,
             stop_token_ids=stops,
             layout=layout,
+            tool_format=tool_format,
         )
 
     def prompt_tokens(
@@ -124,36 +146,41 @@ class PromptRenderer:
             self.apply_template(messages, tools=tools), list_message_media(messages)
         )
 
-    def reply_tokens(
-        self, before: Sequence[ChatMessage], *replies: ChatMessage, tools: str = ""
+    def bridge_tokens(
+        self,
+        before: Sequence[ChatMessage],
+        replies: Sequence[ChatMessage],
+        *,
+        tools: str = "",
+        has_stop: bool = True,
     ) -> NDArray[np.int32]:
-        """Render the tokens between a completion's stop token and the next completion: the end of
-        its message, the replies, and the head of the next message.
+        """Render the tokens between a sampled turn and the next one: the end of its message, the
+        messages after it, and the head of the next turn.
 
-        The template receives a mark instead of the completion, and the output before the mark is
-        discarded: sampled tokens are never rendered again.
+        The template gets a mark instead of the sampled turn, and its text up to the mark is
+        dropped: that part has its tokens already, as they were read and sampled.
 
         Args:
-            before: The conversation up to the completion.
-            *replies: The messages that follow the completion.
+            before: The conversation up to the sampled turn.
+            replies: The messages after it.
             tools: As for `prompt_tokens`.
+            has_stop: Whether the sampled turn ends with a stop token, which is then not repeated.
         Raises:
-            PoisonSample: The template rejects the conversation or leaves out the completion, or the
-                replies' media and placeholders don't match.
+            PoisonSample: The template rejects the conversation, or leaves out or repeats the
+                sampled turn, or media and placeholders of the replies don't match.
         """
-        text = self.apply_template(
-            [*before, ChatMessage.of_text(ASSISTANT, ANSWER_MARK), *replies], tools=tools
-        )
-        num_marks = sum(reply.text.count(ANSWER_MARK) for reply in replies)
-        _, *pieces = text.rsplit(ANSWER_MARK, num_marks + 1)
-        if len(pieces) <= num_marks:
+        texts = list(list_texts((*before, *replies)))
+        mark = next(one for one in TURN_MARKS if not any(one in text for text in texts))
+        turn = ChatMessage.of_text(ASSISTANT, mark)
+        rendered = self.apply_template([*before, turn, *replies], tools=tools)
+        if rendered.count(mark) != 1:
             raise PoisonSample(
-                "the chat template leaves out a completion that a reply follows; set "
+                "the chat template leaves out, or repeats, an earlier turn of the policy; set "
                 "data.chat_template_file to a template that keeps it"
             )
-        tokens = self.encode_with_media(ANSWER_MARK.join(pieces), list_message_media(replies))
+        tokens = self.encode_with_media(rendered.partition(mark)[2], list_message_media(replies))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
-        return tokens[int(stops[0]) + 1 :] if len(stops) else tokens
+        return tokens[int(stops[0]) + 1 :] if has_stop and len(stops) else tokens
 
     @property
     def chat_template(self) -> str:
@@ -201,50 +228,48 @@ class PromptRenderer:
         """Whether a chat template renders conversations."""
         return self._config.chat_template
 
-    def apply_template(
-        self, messages: Sequence[ChatMessage], *, tools: str = "", is_complete: bool = False
-    ) -> str:
-        """Render a conversation by the chat template: up to the start of the completion, or with
-        `is_complete` up to the end of its last message.
+    def require_template(self) -> None:
+        """Refuse a conversation of a program where no chat template renders it.
 
         Raises:
-            PoisonSample: The template rejects the conversation; the text says why.
+            PoisonSample: There is none.
         """
-        turns = [{"role": message.role, "content": _content(message)} for message in messages]
-        parsed_tools = json.loads(tools) if tools else None
-        return self.render_turns(turns, tools=parsed_tools, is_complete=is_complete)
-
-    def render_turns(
-        self,
-        turns: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        is_complete: bool = False,
-    ) -> str:
-        """Render messages in the form that chat templates read, with their tool calls.
-
-        Args:
-            turns: The conversation.
-            tools: The tools that the template shows.
-            is_complete: As for `apply_template`.
-        Returns:
-            The text for `encode_with_media`, in which marks stand for the control tokens that
-            messages and tools spell.
-        Raises:
-            PoisonSample: The template rejects the conversation; the text says why.
-        """
-        if not self._tokenizer.chat_template:
+        if not self.has_template:
             raise PoisonSample(
                 "the tokenizer of the model has no chat template; use one with a template, or send "
                 "token ids"
             )
-        rendered = self._control.protect(turns)
-        shown = None if tools is None else self._control.protect(tools)
+
+    def apply_template(
+        self, messages: Sequence[ChatMessage], *, tools: str = "", is_complete: bool = False
+    ) -> str:
+        """Render a conversation by the chat template.
+
+        Args:
+            messages: The conversation.
+            tools: As for `prompt_tokens`.
+            is_complete: Whether the text ends with the last message, not with the head of the next
+                turn.
+        Returns:
+            The text for `encode_with_media`, in which marks stand for the control tokens that
+            messages and tools spell.
+        Raises:
+            PoisonSample: There is no template, or it rejects the conversation; the text says why.
+        """
+        self.require_template()
+        turns = [
+            print_message(
+                message,
+                parses_arguments=not self.tool_format.takes_text,
+                reasoning_field=self._reasoning_field,
+            )
+            for message in messages
+        ]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    rendered,
-                    tools=shown,
+                    self._control.protect(turns),
+                    tools=self._control.protect(json.loads(tools)) if tools else None,
                     add_generation_prompt=not is_complete,
                     tokenize=False,
                     **self._config.chat_template_options,
@@ -273,7 +298,7 @@ class PromptRenderer:
         if len(tokens) and int(tokens[-1]) in self.stop_token_ids:
             tokens = tokens[:-1]
         raw = self.completion_text(tokens, skip_special_tokens=False)
-        if TOOL_CALL in raw or END_OF_REASONING in raw:
+        if any(mark in raw for mark in (END_OF_REASONING, *self.tool_format.openers)):
             return raw
         return self.completion_text(tokens)
 
@@ -282,8 +307,8 @@ class PromptRenderer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     def encode_rendered(self, text: str) -> NDArray[np.int32]:
-        """Tokenize a text of `apply_template` or `render_turns`, or a part of it: a control token
-        that a message spells becomes ordinary tokens.
+        """Tokenize a text of `apply_template`, or a part of it: a control token that a message
+        spells becomes ordinary tokens.
         """
         tokens: list[int] = []
         for piece, spelled in self._control.split(text):
@@ -318,19 +343,10 @@ def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
     )
 
 
-def _content(message: ChatMessage) -> str | list[dict[str, str]]:
-    """Return a message's content for chat templates: a text, or a list of parts if it has media."""
-    if all(part.kind is Modality.TEXT for part in message.parts):
-        return message.text
-    return [_part(part) for part in message.parts]
-
-
-def _part(part: ContentPart) -> dict[str, str]:
-    return (
-        {"type": "text", "text": part.text or ""}
-        if part.kind is Modality.TEXT
-        else {"type": part.kind.value}
-    )
+def find_reasoning_field(chat_template: str) -> str:
+    """Return the name that a chat template has for an assistant's thoughts."""
+    names = set(re.findall(r"""[.'"](\w+)""", chat_template))
+    return next((field for field in REASONING_FIELDS if field in names), REASONING_FIELDS[0])
 
 
 def read_chat_template(config: DataConfig) -> str | None:

@@ -80,7 +80,8 @@ def tokenize_completion(
         PoisonSample: A message is empty, or the template changes earlier text when a message is
             added.
     """
-    if any(not message.text.strip() for message in completion if message.role == ASSISTANT):
+    turns = [message for message in completion if message.role == ASSISTANT]
+    if not all(one.text.strip() or one.tool_calls for one in turns):
         raise PoisonSample("an assistant message of the target is empty; remove the row")
     if not renderer.has_template:
         return _tokenize_without_template(completion, renderer)

@@ -186,7 +186,7 @@ class MultiTurnEngine(TurnEngine[PendingReply]):
             tokens = (
                 None
                 if reply is None
-                else self._renderer.reply_tokens(before, reply.message, tools=episode.task.tools)
+                else self._renderer.bridge_tokens(before, [reply.message], tools=episode.task.tools)
             )
         except PoisonSample as error:
             self._finish(episode, FinishReason.ERROR, str(error))

@@ -231,7 +231,7 @@ class SessionEngine(TurnEngine[PendingAnswer]):
             return
         messages = [reply.message for reply in answer.replies]
         before = (*episode.task.messages, *episode.turns[:-1])
-        tokens = self._renderer.reply_tokens(before, *messages, tools=episode.task.tools)
+        tokens = self._renderer.bridge_tokens(before, messages, tools=episode.task.tools)
         length = len(episode.request.prompt_tokens) + len(episode.tokens) + len(tokens)
         if length >= self._max_context_tokens:
             self._finish(talk, FinishReason.LENGTH)

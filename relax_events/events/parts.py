@@ -9,6 +9,7 @@ epoch, UTC.
 from __future__ import annotations
 
 import time
+from dataclasses import field
 from enum import Enum, StrEnum
 from typing import Annotated, TypeVar
 
@@ -163,13 +164,33 @@ class ContentPart:
 
 
 @immutable(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an assistant's message."""
+
+    name: str
+    """Name of the tool."""
+    arguments: str = "{}"
+    """JSON text of the arguments, as the policy or its program wrote it."""
+    id: str = ""
+    """Id that the message with the result names; empty when it has none."""
+
+
+@immutable(frozen=True, slots=True)
 class ChatMessage:
     """A message of a conversation."""
 
     role: str
     """system, user, assistant or tool."""
-    parts: list[ContentPart]
+    parts: list[ContentPart] = field(default_factory=list)
     """Content in order."""
+    reasoning: str = ""
+    """Thoughts before the content of an assistant's message."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Tool calls after the content of an assistant's message."""
+    name: str = ""
+    """Name of the speaker or of the tool; empty when it has none."""
+    tool_call_id: str = ""
+    """Id of the tool call that a message of role tool answers."""
 
     @classmethod
     def of_text(cls, role: str, text: str) -> ChatMessage:

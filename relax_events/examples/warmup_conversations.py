@@ -48,7 +48,10 @@ class WarmupConversations:
         """
         self._config = config
         self._renderer = PromptRenderer.from_folder(
-            model_path, config.data, media=config.model.media
+            model_path,
+            config.data,
+            media=config.model.media,
+            tool_format=config.environment.tool_call_format,
         )
         library = partial(
             MediaLibrary, config, model_path=model_path, store=ObjectStore.open("memory://")
@@ -101,8 +104,8 @@ class WarmupConversations:
         for number, answer in enumerate(answers[1:], 1):
             if (observation := self._request_reply(task, turns, number)) is None:
                 raise ConfigError(describe_early_end(answers, number))
-            reply = self._renderer.reply_tokens(
-                (*task.messages, *turns[:-1]), observation.message, tools=task.tools
+            reply = self._renderer.bridge_tokens(
+                (*task.messages, *turns[:-1]), [observation.message], tools=task.tools
             )
             turns += [observation.message, ChatMessage.of_text(ASSISTANT, answer)]
             pieces += [reply, self._renderer.answer_tokens(answer)]
@@ -135,7 +138,7 @@ class WarmupConversations:
                     raise ConfigError(describe_early_end(answers, number))
                 replies = [reply.message for reply in observation.replies]
                 before = (*task.messages, *turns[:-1])
-                pieces.append(self._renderer.reply_tokens(before, *replies, tools=task.tools))
+                pieces.append(self._renderer.bridge_tokens(before, replies, tools=task.tools))
                 turns += replies
                 media = [*media, *(piece for one in observation.replies for piece in one.media)]
         finally:

@@ -9,7 +9,9 @@ import orjson
 from pydantic import Field, field_validator
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import Tool, parse_arguments, parse_message, refuse_unknown_fields
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import ChatMessage
 from relax_events.gateway.dialect import (
     AnswerHead,
     ModelCall,
@@ -22,7 +24,7 @@ from relax_events.gateway.dialect import (
     require_text,
 )
 from relax_events.gateway.graph import Node
-from relax_events.gateway.messages import Message, joined_parts, with_one_system_message
+from relax_events.gateway.messages import with_one_system_message
 from relax_events.gateway.session import Limit, Session
 
 ERROR_TYPES = {
@@ -34,6 +36,7 @@ ERROR_TYPES = {
     429: "rate_limit_error",
 }
 """By status; below 500 others are `invalid_request_error`, from there on `api_error`."""
+Item = dict[str, Any]
 ROLES = ("user", "assistant", "system")
 
 
@@ -67,7 +70,7 @@ class AnthropicPrompt(ModelCall):
         """A count samples nothing."""
         return None
 
-    def tool_list(self) -> list[Message]:
+    def list_tools(self) -> list[Tool]:
         """Return the tools as chat templates read them; see `ModelCall`."""
         tools = []
         for tool in self.tools:
@@ -79,12 +82,13 @@ class AnthropicPrompt(ModelCall):
             tools.append(build_tool(name, tool.get("description"), tool.get("input_schema")))
         return tools
 
-    def history(self, session: Session) -> list[Message]:
+    def history(self, session: Session) -> list[ChatMessage]:
         """Return the conversation: a result of a tool is a message of its own; see `ModelCall`."""
-        messages: list[Message] = []
+        messages: list[Item] = []
         if self.system:
             messages.append({"role": "system", "content": _content(self.system)})
-        for message in self.messages:
+        for number, message in enumerate(self.messages):
+            refuse_unknown_fields(message, what=f"message {number}")
             content = message.get("content", "")
             if message["role"] == ASSISTANT:
                 messages.append(_assistant_message(content))
@@ -92,7 +96,10 @@ class AnthropicPrompt(ModelCall):
                 messages.append({"role": message["role"], "content": _content(content)})
             else:
                 messages += _user_messages(require_list(content, "a message's content"))
-        return with_one_system_message(messages)
+        read_part = session.read_part
+        return with_one_system_message(
+            [parse_message(one, read_part=read_part) for one in messages]
+        )
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
         """Return the answer of a call that is not streamed."""
@@ -160,20 +167,18 @@ def stop_reason(node: Node) -> str:
     """Return why a turn ended, in Anthropic's words."""
     if is_cut_off(node):
         return "max_tokens"
-    return "tool_use" if node.reply.get("tool_calls") else "end_turn"
+    return "tool_use" if node.reply.tool_calls else "end_turn"
 
 
-def _blocks(reply: Message) -> Iterator[dict[str, Any]]:
+def _blocks(reply: ChatMessage) -> Iterator[Item]:
     """Yield a turn as content blocks; a turn without anything is an empty text."""
-    if reasoning := reply.get("reasoning_content"):
-        yield {"type": "thinking", "thinking": reasoning, "signature": ""}
-    calls = reply.get("tool_calls") or ()
-    if reply.get("content") or not calls:
-        yield {"type": "text", "text": reply.get("content") or ""}
-    for call in calls:
-        function = call["function"]
-        arguments = orjson.loads(function["arguments"])
-        yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+    if reply.reasoning:
+        yield {"type": "thinking", "thinking": reply.reasoning, "signature": ""}
+    if reply.text or not reply.tool_calls:
+        yield {"type": "text", "text": reply.text}
+    for call in reply.tool_calls:
+        arguments = parse_arguments(call)
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _block_start(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +199,7 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind} | fields)
 
 
-def _assistant_message(content: Any) -> Message:
+def _assistant_message(content: Any) -> Item:
     """Return a turn of the policy, as a program sends it back."""
     if isinstance(content, str):
         return {"role": ASSISTANT, "content": content}
@@ -211,7 +216,7 @@ def _assistant_message(content: Any) -> Message:
                 calls.append(_tool_call(block))
             case kind:
                 raise PoisonSample(f"an assistant message has a block of type {kind!r}")
-    message: dict[str, Any] = {"role": ASSISTANT, "content": "".join(texts)}
+    message: Item = {"role": ASSISTANT, "content": "".join(texts)}
     if reasoning:
         message["reasoning_content"] = "".join(reasoning)
     if calls:
@@ -229,7 +234,7 @@ def _tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _user_messages(blocks: Sequence[dict[str, Any]]) -> Iterator[Message]:
+def _user_messages(blocks: Sequence[dict[str, Any]]) -> Iterator[Item]:
     """Yield the parts of a user message: each result of a tool, and the blocks between them."""
     rest: list[dict[str, Any]] = []
     for block in blocks:
@@ -252,7 +257,7 @@ def _content(content: Any) -> Any:
     """Return text and images in the form of OpenAI's chat."""
     if isinstance(content, str):
         return content
-    return joined_parts([_part(block) for block in require_list(content, "a message's content")])
+    return [_part(block) for block in require_list(content, "a message's content")]
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def build_dialect_app(model_name: str, *, lifespan: Lifespan[FastAPI] | None = N
         """Count what the policy would read."""
         session = require_session(request, call)
         try:
-            count = await session.count_tokens(call.history(session), tools=call.tool_list())
+            count = await session.count_tokens(call.history(session), tools=call.write_tools())
         except REFUSALS as error:
             return _refuse(request, describe(error, session))
         return JSONResponse({"input_tokens": count})
@@ -166,7 +166,9 @@ async def _chat(session: Session, call: ModelCall, head: AnswerHead) -> Node:
         SessionLimit, SessionClosed, PoisonSample, EngineFailed, ObjectError, StoreUnavailable: See
             `Session.chat`.
     """
-    node = await session.chat(call.history(session), tools=call.tool_list(), max_tokens=call.bound)
+    node = await session.chat(
+        call.history(session), tools=call.write_tools(), max_tokens=call.bound
+    )
     call.record(session, node, head)
     return node
 

@@ -1,14 +1,14 @@
-"""The dialect of OpenAI's chat completions, `POST /v1/chat/completions`; messages have its form
-everywhere in the gateway.
-"""
+"""The dialect of OpenAI's chat completions, `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
+from relax_events.data.messages import Tool, parse_message, print_message, refuse_unknown_fields
+from relax_events.events.parts import ChatMessage
 from relax_events.gateway.dialect import (
     AnswerHead,
     ModelCall,
@@ -18,7 +18,7 @@ from relax_events.gateway.dialect import (
     is_cut_off,
 )
 from relax_events.gateway.graph import Node
-from relax_events.gateway.messages import Message, with_one_system_message
+from relax_events.gateway.messages import with_one_system_message
 from relax_events.gateway.session import Session
 
 END = b"data: [DONE]\n\n"
@@ -60,37 +60,29 @@ class ChatCall(ModelCall):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream_options: StreamOptions | None = None
 
-    @model_validator(mode="after")
-    def _messages_have_roles(self) -> ChatCall:
-        for number, message in enumerate(self.messages):
-            if not isinstance(message.get("role"), str):
-                raise ValueError(f"message {number} has no role")  # noqa: TRY004 pydantic's
-            for call in message.get("tool_calls") or ():
-                function = call.get("function") if isinstance(call, dict) else None
-                if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                    raise ValueError(  # noqa: TRY004 pydantic's
-                        f"message {number} has a tool call without a function's name"
-                    )
-        return self
-
     @property
     def bound(self) -> int | None:
         """The program's bound on the turn, in tokens."""
         return self.max_completion_tokens or self.max_tokens
 
-    def tool_list(self) -> list[Message]:
+    def list_tools(self) -> list[Tool]:
         """Return the tools, which have the form of chat templates."""
         return [tool.model_dump() for tool in self.tools]
 
-    def history(self, session: Session) -> list[Message]:
-        """Return the messages; the program sends all of them with each call."""
-        return with_one_system_message(self.messages)
+    def history(self, session: Session) -> list[ChatMessage]:
+        """Return the messages; the program sends all of them with each call; see `ModelCall`."""
+        messages = []
+        for number, message in enumerate(self.messages):
+            what = f"message {number}"
+            refuse_unknown_fields(message, what=what)
+            messages.append(parse_message(message, what=what, read_part=session.read_part))
+        return with_one_system_message(messages)
 
     def answer(self, node: Node, head: AnswerHead) -> dict[str, Any]:
         """Return the answer of a call that is not streamed."""
         choice = {
             "index": 0,
-            "message": dict(node.reply),
+            "message": _print_reply(node.reply),
             "finish_reason": finish_reason(node),
             "logprobs": None,
         }
@@ -105,10 +97,11 @@ class ChatCall(ModelCall):
             return data_event(chunk | {"choices": [choice]})
 
         yield event({"role": "assistant", "content": ""})
+        reply = print_message(node.reply)
         for key in ("reasoning_content", "content"):
-            if node.reply.get(key):
-                yield event({key: node.reply[key]})
-        if calls := node.reply.get("tool_calls"):
+            if reply.get(key):
+                yield event({key: reply[key]})
+        if calls := reply.get("tool_calls"):
             yield event(
                 {"tool_calls": [{"index": index} | call for index, call in enumerate(calls)]}
             )
@@ -128,11 +121,17 @@ def openai_error(problem: Problem) -> dict[str, Any]:
     return {"error": {"message": problem.text, "type": kind, "code": problem.code, "param": None}}
 
 
+def _print_reply(reply: ChatMessage) -> dict[str, Any]:
+    """Return a turn; one that only calls tools has null as its content."""
+    printed = print_message(reply)
+    return printed | {"content": None} if reply.tool_calls and not reply.text else printed
+
+
 def finish_reason(node: Node) -> str:
     """Return why a turn ended, in OpenAI's words."""
     if is_cut_off(node):
         return "length"
-    return "tool_calls" if node.reply.get("tool_calls") else "stop"
+    return "tool_calls" if node.reply.tool_calls else "stop"
 
 
 def usage(node: Node) -> dict[str, int]:

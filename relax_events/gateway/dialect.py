@@ -19,10 +19,10 @@ from typing import Any
 
 import orjson
 
+from relax_events.data.messages import Tool, write_json
 from relax_events.errors import EngineFailed, PoisonSample
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.gateway.graph import Node, path_tokens
-from relax_events.gateway.messages import Message
 from relax_events.gateway.sampling import CallSampling
 from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 
@@ -83,15 +83,24 @@ class ModelCall(CallSampling, ABC):
         """The program's bound on the turn, in tokens."""
 
     @abstractmethod
-    def tool_list(self) -> list[Message]:
+    def list_tools(self) -> list[Tool]:
         """Return the tools as chat templates read them.
 
         Raises:
             PoisonSample: A tool can't be offered to the policy.
         """
 
+    def write_tools(self) -> str:
+        """Return the tools as the text of a JSON list, empty if there are none.
+
+        Raises:
+            PoisonSample: They are no JSON that can be shown, or as `list_tools`.
+        """
+        tools = self.list_tools()
+        return write_json(tools, what="the tools") if tools else ""
+
     @abstractmethod
-    def history(self, session: Session) -> list[Message]:
+    def history(self, session: Session) -> list[ChatMessage]:
         """Return the whole conversation up to the turn that is asked for.
 
         Raises:
@@ -175,7 +184,7 @@ def require_text(item: Mapping[str, Any], key: str, what: str) -> str:
     return value
 
 
-def build_tool(name: str, description: Any, parameters: Any) -> Message:
+def build_tool(name: str, description: Any, parameters: Any) -> Tool:
     """Return a tool as chat templates read it."""
     function = {"name": name, "description": description or "", "parameters": parameters or {}}
     return {"type": "function", "function": function}

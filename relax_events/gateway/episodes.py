@@ -44,7 +44,6 @@ from relax_events.errors import (
 )
 from relax_events.events.parts import FinishReason
 from relax_events.gateway.call_engine import CallEngine, EngineCall
-from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.program import (
     ProgramLimits,
@@ -52,6 +51,7 @@ from relax_events.gateway.program import (
     resolve_command,
     run_program,
 )
+from relax_events.gateway.render_queue import RenderQueue
 from relax_events.gateway.sample import build_sample, build_task
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session, SessionBounds
@@ -96,7 +96,7 @@ class EpisodeEngine(CallEngine):
         """
         super().__init__(engine)
         self._config, self._metrics = config, metrics
-        self._renderer = ChatRenderer(renderer, tool_format=config.environment.tool_call_format)
+        self._renderer, self._queue = renderer, RenderQueue.of_renderer(renderer)
         self._bounds = SessionBounds(
             max_turns=config.environment.max_turns,
             max_new_tokens=config.engine.sampling.max_new_tokens,
@@ -192,7 +192,7 @@ class EpisodeEngine(CallEngine):
             running.cancel()
         self._server.close(seconds=CLOSE_SECONDS)
         self._media.close()
-        self._renderer.close()
+        self._queue.close()
         self._engine.close()
 
     def _take_item(self, item: EngineCall | GeneratedSample) -> None:
@@ -238,7 +238,15 @@ class EpisodeEngine(CallEngine):
         if self._renderer.reads_media and request.environment_context is not None:
             row_media = list_message_media(request.environment_context.messages)
             media = SessionMedia.of_prompt(self._media, row_media)
-        return Session(request, sample, self._bounds, self._renderer, self.generate, media=media)
+        return Session(
+            request,
+            sample,
+            self._bounds,
+            self._renderer,
+            self._queue,
+            self.generate,
+            media=media,
+        )
 
     async def _run_attempt(
         self, request: GenerationRequest, sample: SampleRequest

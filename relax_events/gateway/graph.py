@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.requests import merge_segments
-from relax_events.events.parts import MediaRef, VersionSegment
-from relax_events.gateway.messages import Message, extend_digest, list_media, path_digests
+from relax_events.events.parts import ChatMessage, MediaRef, VersionSegment
+from relax_events.gateway.messages import extend_digest, path_digests
+from relax_events.objects.store import list_message_media
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,7 @@ class Node:
     Attributes:
         parent: The call that it continues; None for the first of a conversation.
         messages: The messages since the parent's turn.
-        tools: The tools of the conversation.
+        tools: JSON list of the tools of the conversation; empty if it has none.
         input_tokens: The tokens of those messages, int32 [n], which the policy did not sample.
         sample: What the engine sampled.
         reply: The turn as the program received it.
@@ -38,11 +39,11 @@ class Node:
     """
 
     parent: Node | None
-    messages: tuple[Message, ...]
-    tools: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
+    tools: str
     input_tokens: NDArray[np.int32]
     sample: GeneratedSample
-    reply: Message
+    reply: ChatMessage
     digest: bytes
 
     def path(self) -> list[Node]:
@@ -67,7 +68,7 @@ class Continuation:
     """
 
     parent: Node | None
-    rest: tuple[Message, ...]
+    rest: tuple[ChatMessage, ...]
     digest: bytes
     is_fork: bool
 
@@ -108,7 +109,7 @@ class MessageGraph:
     _by_digest: dict[bytes, Node] = field(default_factory=dict)
     _continued: set[Node] = field(default_factory=set)
 
-    def find(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> Continuation:
+    def find(self, messages: Sequence[ChatMessage], *, tools: str) -> Continuation:
         """Find the longest path whose messages begin a history."""
         digests = path_digests(messages, tools=tools)
         for count in range(len(messages), 0, -1):
@@ -121,17 +122,17 @@ class MessageGraph:
         self,
         continuation: Continuation,
         *,
-        tools: Sequence[Message],
+        tools: str,
         input_tokens: NDArray[np.int32],
         sample: GeneratedSample,
-        reply: Message,
+        reply: ChatMessage,
     ) -> Node:
         """Add a sampled turn; of several equal turns, a later history continues the last."""
         digest = extend_digest(continuation.digest, reply)
         node = Node(
             continuation.parent,
             continuation.rest,
-            tuple(tools),
+            tools,
             input_tokens,
             sample,
             reply,
@@ -171,7 +172,7 @@ def path_tokens(node: Node | None) -> NDArray[np.int32]:
     return np.concatenate(pieces) if pieces else np.empty(0, np.int32)
 
 
-def path_messages(node: Node) -> list[Message]:
+def path_messages(node: Node) -> list[ChatMessage]:
     """Return the conversation up to the end of a node's turn."""
     return [message for one in node.path() for message in (*one.messages, one.reply)]
 
@@ -179,7 +180,9 @@ def path_messages(node: Node) -> list[Message]:
 def path_media(node: Node | None) -> list[MediaRef]:
     """Return the media files of `path_tokens`, in order."""
     return (
-        [] if node is None else [one for each in node.path() for one in list_media(each.messages)]
+        []
+        if node is None
+        else [one for each in node.path() for one in list_message_media(each.messages)]
     )
 
 

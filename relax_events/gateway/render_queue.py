@@ -16,9 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import EngineFailed
 
 Result = TypeVar("Result")
+NUM_THREADS = 4
+"""Renderings at once: a tokenizer lets other threads run."""
 LONG_TEXT_BYTES = 1024**2
 RENDER_SECONDS = 60.0
 """Deadline of a rendering, with its wait for a thread."""
@@ -50,6 +53,11 @@ class RenderQueue:
         self._waiting: OrderedDict[object, deque[_Work]] = OrderedDict()
         self._running: set[object] = set()
         self._runs_long = False
+
+    @classmethod
+    def of_renderer(cls, renderer: PromptRenderer) -> RenderQueue:
+        """Return a queue with as many threads as a renderer may have."""
+        return cls(NUM_THREADS if renderer.may_share_threads else 1)
 
     async def run(self, owner: object, work: Callable[[], Result], *, num_bytes: int = 0) -> Result:
         """Run something in a thread when it is the owner's turn.

@@ -14,7 +14,6 @@ from relax_events.gateway.dialect import (
     named_event,
 )
 from relax_events.gateway.graph import Node
-from relax_events.gateway.messages import Message
 
 
 def response_id(head: AnswerHead) -> str:
@@ -107,32 +106,33 @@ def _response(head: AnswerHead, request_fields: Mapping[str, Any]) -> dict[str, 
 
 def _items(node: Node, head: AnswerHead) -> Iterator[dict[str, Any]]:
     """Yield a turn as output items; a turn without anything is an empty message."""
-    reply: Message = node.reply
+    reply = node.reply
     status = "incomplete" if is_cut_off(node) else "completed"
-    if reasoning := reply.get("reasoning_content"):
+    if reply.reasoning:
         yield {
             "type": "reasoning",
             "id": f"rs_{head.name}",
             "summary": [],
-            "content": [{"type": "reasoning_text", "text": reasoning}],
+            "content": [{"type": "reasoning_text", "text": reply.reasoning}],
             "status": status,
         }
-    calls = reply.get("tool_calls") or ()
-    if reply.get("content") or not calls:
-        text = reply.get("content") or ""
+    if reply.text or not reply.tool_calls:
         yield {
             "type": "message",
             "id": f"msg_{head.name}",
             "role": ASSISTANT,
-            "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
+            "content": [
+                {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
+            ],
             "status": status,
         }
-    for number, call in enumerate(calls):
+    for number, call in enumerate(reply.tool_calls):
         yield {
             "type": "function_call",
             "id": f"fc_{head.name}-{number}",
-            "call_id": call["id"],
-            **call["function"],
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
             "status": status,
         }
 

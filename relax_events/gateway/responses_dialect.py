@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import Tool, parse_message
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import ChatMessage
 from relax_events.gateway.dialect import (
     AnswerHead,
     ModelCall,
@@ -18,12 +20,7 @@ from relax_events.gateway.dialect import (
     require_text,
 )
 from relax_events.gateway.graph import Node, path_messages
-from relax_events.gateway.messages import (
-    SYSTEM_ROLES,
-    Message,
-    joined_parts,
-    with_one_system_message,
-)
+from relax_events.gateway.messages import SYSTEM, SYSTEM_ROLES, with_one_system_message
 from relax_events.gateway.responses_answer import (
     answer_events,
     build_response,
@@ -62,7 +59,7 @@ class ResponsesCall(ModelCall):
         """The program's bound on the turn, in tokens."""
         return self.max_output_tokens
 
-    def tool_list(self) -> list[Message]:
+    def list_tools(self) -> list[Tool]:
         """Return the tools as chat templates read them; see `ModelCall`."""
         if (kind := (self.text.get("format") or {}).get("type", "text")) != "text":
             raise PoisonSample(f"text.format of type {kind!r} is not supported here; leave it out")
@@ -77,11 +74,11 @@ class ResponsesCall(ModelCall):
             tools.append(build_tool(name, tool.get("description"), tool.get("parameters")))
         return tools
 
-    def history(self, session: Session) -> list[Message]:
+    def history(self, session: Session) -> list[ChatMessage]:
         """Return the instructions, the conversation before, and the input; see `ModelCall`."""
         spoken = self._without_instructions(session)
         if self.instructions:
-            spoken = [{"role": "system", "content": self.instructions}, *spoken]
+            spoken = [ChatMessage.of_text(SYSTEM, self.instructions), *spoken]
         return with_one_system_message(spoken)
 
     def record(self, session: Session, node: Node, head: AnswerHead) -> None:
@@ -90,7 +87,7 @@ class ResponsesCall(ModelCall):
         """
         spoken, whole = self._without_instructions(session), path_messages(node)
         first = next(
-            (at for at, message in enumerate(spoken) if message["role"] not in SYSTEM_ROLES),
+            (at for at, message in enumerate(spoken) if message.role not in SYSTEM_ROLES),
             len(spoken),
         )
         graph_messages = whole[len(whole) - 1 - (len(spoken) - first) :]
@@ -118,8 +115,8 @@ class ResponsesCall(ModelCall):
             "tools": self.tools,
         }
 
-    def _without_instructions(self, session: Session) -> list[Message]:
-        before: Sequence[Message] = ()
+    def _without_instructions(self, session: Session) -> list[ChatMessage]:
+        before: Sequence[ChatMessage] = ()
         if self.previous_response_id:
             earlier_messages = session.answers.get(self.previous_response_id)
             if earlier_messages is None:
@@ -129,12 +126,18 @@ class ResponsesCall(ModelCall):
                 )
             before = earlier_messages
         if isinstance(self.input, str):
-            return [*before, {"role": "user", "content": self.input}]
-        return [*before, *_messages(self.input)]
+            return [*before, ChatMessage.of_text("user", self.input)]
+        read_part = session.read_part
+        return [
+            *before,
+            *(parse_message(one, read_part=read_part) for one in _messages(self.input)),
+        ]
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return input items as messages: reasoning, text and calls of one turn are one message."""
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return input items as messages in the form of OpenAI's chat: reasoning, text and calls of one
+    turn are one message.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -158,7 +161,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
             _turn(messages, "content")["content"] = _content(item.get("content") or "")
         else:
             messages.append({"role": role, "content": _content(item.get("content") or "")})
-    return [{"content": ""} | message for message in messages]
+    return messages
 
 
 def _turn(messages: list[dict[str, Any]], key: str) -> dict[str, Any]:
@@ -190,7 +193,7 @@ def _content(content: Any) -> Any:
     """Return text and images in the form of OpenAI's chat."""
     if isinstance(content, str):
         return content
-    return joined_parts([_part(part) for part in require_list(content, "an item's content")])
+    return [_part(part) for part in require_list(content, "an item's content")]
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import orjson
 from numpy.typing import NDArray
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import print_message
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.requests import merge_segments
 from relax_events.errors import EpisodeFailed
-from relax_events.events.parts import ChatMessage, FinishReason, MediaRef
+from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, MediaRef
 from relax_events.gateway.graph import Row, path_media
-from relax_events.gateway.messages import to_chat_message
 from relax_events.gateway.session import Session
 from relax_events.gateway.session_media import to_chat_part
 
@@ -33,7 +33,7 @@ def build_task(request: GenerationRequest, *, fetch: Callable[[MediaRef], bytes]
     assert row is not None, "checked on submission"
     return {
         "messages": [
-            {"role": message.role, "content": _chat_content(message, fetch)}
+            print_message(message, show_part=lambda part: _show_media(part, fetch))
             for message in row.messages
         ],
         "metadata": orjson.loads(row.metadata),
@@ -42,18 +42,9 @@ def build_task(request: GenerationRequest, *, fetch: Callable[[MediaRef], bytes]
     }
 
 
-def _chat_content(
-    message: ChatMessage, fetch: Callable[[MediaRef], bytes]
-) -> str | list[dict[str, Any]]:
-    """Return a message's content in the form of OpenAI's chat."""
-    if all(part.media is None for part in message.parts):
-        return message.text
-    return [
-        {"type": "text", "text": part.text or ""}
-        if part.media is None
-        else to_chat_part(part.media, fetch(part.media))
-        for part in message.parts
-    ]
+def _show_media(part: ContentPart, fetch: Callable[[MediaRef], bytes]) -> dict[str, Any]:
+    assert part.media is not None, "media of issued rows are stored"
+    return to_chat_part(part.media, fetch(part.media))
 
 
 def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
@@ -78,7 +69,7 @@ def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample
         sample_id=session.sample.sample_id,
         prompt_group_id=session.request.prompt_group_id,
         prompt_tokens=rows[0].prompt_tokens,
-        prompt_messages=tuple(to_chat_message(one) for one in main.nodes[0].messages),
+        prompt_messages=main.nodes[0].messages,
         tokens=_all_paths(rows, "tokens")[num_prompt:],
         logprobs=_all_paths(rows, "logprobs")[num_prompt:],
         segments=merge_segments((), segments),
@@ -121,8 +112,8 @@ def _turns(session: Session, row: Row) -> list[ChatMessage]:
     turns: list[ChatMessage] = []
     for number, node in enumerate(row.nodes):
         if number:
-            turns += [to_chat_message(message) for message in node.messages]
-        text = session.renderer.reply_text(node.sample.tokens)
+            turns += node.messages
+        text = session.renderer.turn_text(node.sample.tokens)
         turns.append(ChatMessage.of_text(ASSISTANT, text))
     return turns
 

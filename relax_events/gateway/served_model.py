@@ -13,7 +13,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.errors import ConfigError
-from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.gateway.render_queue import RenderQueue
 from relax_events.gateway.sampling import CallSampling
 from relax_events.gateway.served_engine import ServedEngine
 from relax_events.gateway.session import Session, SessionBounds
@@ -54,7 +54,8 @@ class ServedModel:
         has_tokenizer = adapters is not None and (adapters / TOKENIZER_FILE).is_file()
         folder = adapters if adapters is not None and has_tokenizer else model.path
         self.name, self.engine = name, ServedEngine(inner)
-        self._renderer = ChatRenderer(_open_renderer(folder))
+        self._renderer = _open_renderer(folder)
+        self._queue = RenderQueue.of_renderer(self._renderer)
         self.stop_token_ids = self._renderer.stop_token_ids
         self.max_context_tokens = engine.max_context_tokens
         self._bounds = SessionBounds(
@@ -66,7 +67,7 @@ class ServedModel:
     def close(self) -> None:
         """Stop the engine and the renderer."""
         self.engine.close()
-        self._renderer.close()
+        self._queue.close()
 
     def open_session(self, sampling: CallSampling) -> Session:
         """Open the session of a call, which samples one turn as the call asks for it."""
@@ -77,7 +78,9 @@ class ServedModel:
             stop_token_ids=self.stop_token_ids,
         )
         (sample,) = request.samples
-        return Session(request, sample, self._bounds, self._renderer, self.engine.generate)
+        return Session(
+            request, sample, self._bounds, self._renderer, self._queue, self.engine.generate
+        )
 
     def build_request(
         self,

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import PartReader, count_text_bytes, refuse_part
+from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.environments.episode import turn_seed
 from relax_events.errors import EngineFailed
-from relax_events.events.parts import FinishReason
-from relax_events.gateway.chat_renderer import ChatRenderer
+from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, Modality, ToolCall
 from relax_events.gateway.graph import (
     Continuation,
     MessageGraph,
@@ -31,11 +32,11 @@ from relax_events.gateway.graph import (
     path_tokens,
     sampled_mask,
 )
-from relax_events.gateway.messages import Message, count_text_bytes, list_media
+from relax_events.gateway.render_queue import RenderQueue
 from relax_events.gateway.session_media import SessionMedia
-from relax_events.gateway.tool_calls import ParsedReply, parse_reply
-from relax_events.gateway.tool_formats import ToolFormat
+from relax_events.gateway.tool_calls import parse_reply
 from relax_events.http.identity import BodyBound
+from relax_events.objects.store import list_message_media
 
 Generate = Callable[[GenerationRequest], Awaitable[GeneratedSample]]
 
@@ -77,6 +78,8 @@ class Session:
         request: The request of the sample's prompt group: sampling, stop tokens, ids.
         sample: The sample's own request, with its seed.
         bounds: Of the sample.
+        renderer: Of the policy.
+        queue: The threads that render for all sessions.
         graph: The messages and turns.
         limit: The first bound that a call met; None if no call met a bound.
         error: The engine's error, if it failed the last call.
@@ -90,12 +93,13 @@ class Session:
     request: GenerationRequest
     sample: SampleRequest
     bounds: SessionBounds
-    renderer: ChatRenderer
+    renderer: PromptRenderer
+    queue: RenderQueue
     generate: Generate
     graph: MessageGraph = field(default_factory=MessageGraph)
     limit: Limit | None = None
     error: str = ""
-    answers: dict[str, list[Message]] = field(default_factory=dict)
+    answers: dict[str, list[ChatMessage]] = field(default_factory=dict)
     num_refused: int = 0
     num_calls: int = 0
     media: SessionMedia | None = None
@@ -108,6 +112,11 @@ class Session:
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled in all calls."""
         return sum(len(node.sample.tokens) for node in self.graph.nodes)
+
+    @property
+    def read_part(self) -> PartReader:
+        """What reads the parts of a program's messages that are no text."""
+        return refuse_part if self.media is None else self.media.read_part
 
     @property
     def body_bound(self) -> BodyBound:
@@ -126,16 +135,16 @@ class Session:
 
     async def chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         *,
-        tools: Sequence[Message] = (),
+        tools: str = "",
         max_tokens: int | None = None,
     ) -> Node:
         """Sample the next turn of a conversation, and record it.
 
         Args:
             messages: The whole history, as the program has it.
-            tools: The tools that the program offers.
+            tools: JSON list of the tools that the program offers; empty if there are none.
             max_tokens: The program's own bound on the turn.
         Raises:
             SessionClosed: The session has ended.
@@ -149,14 +158,14 @@ class Session:
             if self._is_closed:
                 raise SessionClosed("the session has ended; no further call is answered")
             messages = await self._resolve(messages)
-            num_bytes = count_text_bytes([*messages, *tools])
+            num_bytes = count_text_bytes(messages, tools=tools)
             if text := self._describe_excess(num_bytes):
                 raise self._meet(Limit.CONTEXT, text)
             continuation = self.graph.find(messages, tools=tools)
             input_tokens = await self._render(messages, continuation, tools, num_bytes=num_bytes)
             request = self._build_request(continuation, input_tokens, max_tokens)
             if self.media is not None and (
-                files := path_media(continuation.parent) + list_media(continuation.rest)
+                files := path_media(continuation.parent) + list_message_media(continuation.rest)
             ):
                 request = replace(request, media=await self.media.load(files))
             self.num_calls += 1
@@ -175,7 +184,7 @@ class Session:
                 reply=self._reply(sample, tools, name=request.samples[0].sample_id),
             )
 
-    async def count_tokens(self, messages: Sequence[Message], *, tools: Sequence[Message]) -> int:
+    async def count_tokens(self, messages: Sequence[ChatMessage], *, tools: str = "") -> int:
         """Return how many tokens the policy would read.
 
         Raises:
@@ -184,7 +193,7 @@ class Session:
             EngineFailed, ObjectError, StoreUnavailable: As for `chat`.
         """
         messages = await self._resolve(messages)
-        num_bytes = count_text_bytes([*messages, *tools])
+        num_bytes = count_text_bytes(messages, tools=tools)
         if text := self._describe_excess(num_bytes):
             raise SessionLimit(Limit.CONTEXT, text)
         continuation = self.graph.find(messages, tools=tools)
@@ -203,22 +212,23 @@ class Session:
             f"{self.bounds.max_context_tokens} tokens holds {longest} at most; shorten it"
         )
 
-    async def _resolve(self, messages: Sequence[Message]) -> Sequence[Message]:
+    async def _resolve(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         """Return messages with references in the place of media files."""
         return messages if self.media is None else await self.media.resolve(messages)
 
     async def _render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         continuation: Continuation,
-        tools: Sequence[Message],
+        tools: str,
         *,
         num_bytes: int,
     ) -> NDArray[np.int32]:
         renderer, parent = self.renderer, continuation.parent
+        renderer.require_template()
         if parent is None:
             whole = partial(renderer.prompt_tokens, messages, tools=tools)
-            return await renderer.run(self, whole, num_bytes=num_bytes)
+            return await self.queue.run(self, whole, num_bytes=num_bytes)
         num_known, tokens = len(messages) - len(continuation.rest), parent.sample.tokens
         work = partial(
             renderer.bridge_tokens,
@@ -227,7 +237,7 @@ class Session:
             tools=tools,
             has_stop=bool(len(tokens)) and int(tokens[-1]) in renderer.stop_token_ids,
         )
-        return await renderer.run(self, work, num_bytes=num_bytes)
+        return await self.queue.run(self, work, num_bytes=num_bytes)
 
     def _build_request(
         self, continuation: Continuation, input_tokens: NDArray[np.int32], max_tokens: int | None
@@ -280,33 +290,14 @@ class Session:
         self.limit = self.limit or limit
         return SessionLimit(limit, text)
 
-    def _reply(self, sample: GeneratedSample, tools: Sequence[Message], *, name: str) -> Message:
+    def _reply(self, sample: GeneratedSample, tools: str, *, name: str) -> ChatMessage:
         """Return a turn as the program receives it."""
         style = self.renderer.tool_format
-        parsed = parse_reply(self.renderer.reply_text(sample.tokens), style=style, tools=tools)
+        parsed = parse_reply(self.renderer.turn_text(sample.tokens), style=style, tools=tools)
         self.malformed_calls += parsed.malformed
-        return reply_message(parsed, style=style, name=name)
-
-
-def reply_message(parsed: ParsedReply, *, style: ToolFormat, name: str) -> Message:
-    """Return a turn as a message of OpenAI's chat API.
-
-    Args:
-        parsed: The turn.
-        style: The format of its tool calls.
-        name: Of the call, unique in the run: the ids of tool calls are derived from it.
-    """
-    message: dict[str, object] = {"role": ASSISTANT, "content": parsed.content}
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.calls:
-        message["content"] = parsed.content or None
-        message["tool_calls"] = [
-            {
-                "id": style.call_id(name, number),
-                "type": "function",
-                "function": {"name": function, "arguments": arguments},
-            }
+        calls = [
+            ToolCall(function, arguments, style.call_id(name, number))
             for number, (function, arguments) in enumerate(parsed.calls)
         ]
-    return message
+        parts = [ContentPart(Modality.TEXT, parsed.content)] if parsed.content else []
+        return ChatMessage(ASSISTANT, parts, parsed.reasoning, calls)

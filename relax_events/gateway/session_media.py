@@ -15,15 +15,16 @@ import base64
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, TypeVar
 
 from relax_events.config import MediaConfig, RunConfig
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import MediaError, PoisonSample
-from relax_events.events.parts import MediaRef, Modality
-from relax_events.gateway.messages import SYSTEM, Message
+from relax_events.events.immutable import immutable
+from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
+from relax_events.gateway.messages import SYSTEM
 from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaItem, MediaKey
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
@@ -43,6 +44,13 @@ URL_PARTS = {
 }
 """Types of parts with an address, in the form of OpenAI's chat and of its extensions."""
 AUDIO_PART = "input_audio"
+
+
+@immutable(frozen=True, slots=True)
+class PendingPart(ContentPart):
+    """A media file of a program's message that is not stored yet."""
+
+    item: MediaItem = field(kw_only=True)
 
 
 class MediaThreads:
@@ -109,15 +117,20 @@ class SessionMedia:
         whole = (self.threads.max_files + 1) * limits.max_item_bytes * BASE64_RATIO
         return min(int(whole), MAX_REQUEST_BYTES)
 
-    async def resolve(self, messages: Sequence[Message]) -> list[Message]:
+    def read_part(self, part: Any) -> PendingPart:
+        """Read a part of a program's message that is no text; errors as for `read_item`."""
+        item = read_item(part, access=self.threads.access)
+        return PendingPart(item.modality, item=item)
+
+    async def resolve(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return the messages with a reference in place of each media file.
 
         Raises:
             MediaError: A file is missing, invalid, too large, or not for this model.
-            PoisonSample: There are too many files, or a part has another form.
+            PoisonSample: There are too many files, or a message may have none.
             ObjectError, StoreUnavailable: The store failed.
         """
-        if not any(map(media_parts, messages)):
+        if not any(map(has_pending, messages)):
             return list(messages)
         return await self.threads.run(lambda: [self._resolve(message) for message in messages])
 
@@ -126,23 +139,21 @@ class SessionMedia:
         load = self.threads.run
         return await load(lambda: tuple(map(self.threads.library.load, references)))
 
-    def _resolve(self, message: Message) -> Message:
-        if not media_parts(message):
+    def _resolve(self, message: ChatMessage) -> ChatMessage:
+        if not has_pending(message):
             return message
-        role = message.get("role")
-        if role in (ASSISTANT, SYSTEM):
-            raise PoisonSample(f"a message of role {role!r} has media; it takes text only")
+        if message.role in (ASSISTANT, SYSTEM):
+            raise PoisonSample(f"a message of role {message.role!r} has media; it takes text only")
         parts = [
-            part if is_text_or_reference(part) else self._reference_part(part)
-            for part in message["content"]
+            self._reference_part(part.item) if isinstance(part, PendingPart) else part
+            for part in message.parts
         ]
-        return {**message, "content": parts}
+        return replace(message, parts=parts)
 
-    def _reference_part(self, part: Mapping[str, Any]) -> Message:
-        item = read_part(part, access=self.threads.access)
+    def _reference_part(self, item: MediaItem) -> ContentPart:
         if (reference := self._by_key.get(item.key)) is None:
             reference = self._by_key[item.key] = self._store(item)
-        return {"type": read_modality(reference).value, "media": reference}
+        return ContentPart(read_modality(reference), media=reference)
 
     def _store(self, item: MediaItem) -> MediaRef:
         data = item.read(self.threads.limits)
@@ -159,22 +170,12 @@ class SessionMedia:
         return reference
 
 
-def media_parts(message: Message) -> list[Mapping[str, Any]]:
-    """Return the parts of a message that are neither text nor a reference."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return []
-    return [part for part in content if not is_text_or_reference(part)]
+def has_pending(message: ChatMessage) -> bool:
+    """Return whether a message has media that are not stored."""
+    return any(isinstance(part, PendingPart) for part in message.parts)
 
 
-def is_text_or_reference(part: Any) -> bool:
-    """Return whether a part needs no further reading."""
-    if not isinstance(part, Mapping):
-        return False
-    return part.get("type") == "text" or isinstance(part.get("media"), MediaRef)
-
-
-def read_part(part: Any, *, access: MediaAccess) -> MediaItem:
+def read_item(part: Any, *, access: MediaAccess) -> MediaItem:
     """Return the media file of a part in the form of OpenAI's chat.
 
     Raises:

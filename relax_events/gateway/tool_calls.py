@@ -6,13 +6,11 @@ A call that can't be read stays in the text, as the policy wrote it; the reason 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
 
-from relax_events.gateway.messages import Message
-from relax_events.gateway.tool_formats import (
+from relax_events.data.tool_formats import (
     Call,
     MalformedCall,
     NoCall,
@@ -41,13 +39,13 @@ class ParsedReply:
     malformed: tuple[str, ...] = ()
 
 
-def parse_reply(text: str, *, style: ToolFormat, tools: Sequence[Message] = ()) -> ParsedReply:
+def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply:
     """Split a turn.
 
     Args:
         text: The turn without its stop token.
         style: The format of tool calls.
-        tools: The tools that the program offers, as chat templates read them.
+        tools: JSON list of the tools that the program offers; empty if there are none.
     """
     reasoning = ""
     if thinking := THINKING.match(text):

@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from relax_events.data.messages import print_message
 from relax_events.errors import ObjectError
 from relax_events.events.parts import (
     ChatMessage,
@@ -31,6 +32,8 @@ from relax_events.reports.report_files import replace_file
 
 TOKEN_COLUMNS = ("tokens", "loss_mask", "rollout_logprobs", "path_lengths")
 Row = dict[str, Any]
+NO_FIELDS: Row = dict.fromkeys(("reasoning_content", "tool_calls", "name", "tool_call_id"))
+"""The fields that most messages lack."""
 
 
 class SampleRows(Iterable[Row]):
@@ -154,7 +157,8 @@ def build_row(view: SampleView, *, newest_version: int, save: Callable[[MediaRef
 
 def _messages(messages: Iterable[ChatMessage], save: Callable[[MediaRef], str]) -> list[Row]:
     return [
-        {"role": message.role, "content": list(_parts(message.parts, save))} for message in messages
+        NO_FIELDS | print_message(message) | {"content": list(_parts(message.parts, save))}
+        for message in messages
     ]
 
 

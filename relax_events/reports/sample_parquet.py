@@ -12,7 +12,18 @@ from relax_events.errors import ConfigError
 
 ROWS_AT_ONCE = 256
 PART = pa.struct([("type", pa.string()), ("text", pa.string()), ("path", pa.string())])
-MESSAGE = pa.struct([("role", pa.string()), ("content", pa.list_(PART))])
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
+CALL = pa.struct([("id", pa.string()), ("type", pa.string()), ("function", FUNCTION)])
+MESSAGE = pa.struct(
+    [
+        ("role", pa.string()),
+        ("content", pa.list_(PART)),
+        ("reasoning_content", pa.string()),
+        ("tool_calls", pa.list_(CALL)),
+        ("name", pa.string()),
+        ("tool_call_id", pa.string()),
+    ]
+)
 COLUMNS = {
     "sample_id": pa.string(),
     "prompt_group_id": pa.string(),

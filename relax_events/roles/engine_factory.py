@@ -84,7 +84,10 @@ def open_rollout_engine(
         pool = kind(config, libraries=lambda: MediaLibrary(config, folder=folder))
         on_failure.callback(pool.close)
         renderer = PromptRenderer.from_folder(
-            config.model.path, config.data, media=config.model.media
+            config.model.path,
+            config.data,
+            media=config.model.media,
+            tool_format=config.environment.tool_call_format,
         )
         engine = open_engine(config, name=name, metrics=metrics.routing)
         episodes: Engine
@@ -111,7 +114,12 @@ def _open_episode_engine(
     """Load the engine whose samples are episodes of the run's program."""
     from relax_events.gateway.episodes import EpisodeEngine
 
-    renderer = PromptRenderer.from_folder(config.model.path, config.data, media=config.model.media)
+    renderer = PromptRenderer.from_folder(
+        config.model.path,
+        config.data,
+        media=config.model.media,
+        tool_format=config.environment.tool_call_format,
+    )
     engine = open_engine(config, name=name, metrics=metrics.routing)
     with ExitStack() as on_failure:
         on_failure.callback(engine.close)

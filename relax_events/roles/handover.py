@@ -28,6 +28,7 @@ from relax_events.events.parts import (
     FinishReason,
     MediaRef,
     Modality,
+    ToolCall,
     VersionSegment,
 )
 from relax_events.objects import ObjectStore
@@ -139,7 +140,7 @@ def _described(sample: GeneratedSample) -> dict[str, Any]:
             for name, array in _encode_arrays(sample).items()
         ],
         "turns": [
-            [message.role, [_describe_part(part) for part in message.parts]]
+            asdict(message) | {"parts": [_describe_part(part) for part in message.parts]}
             for message in sample.turns
         ],
     }
@@ -155,6 +156,13 @@ def _part(kind: str, text: str | None, media: dict[str, Any] | None) -> ContentP
         None if media is None else MediaRef(**media | {"digest": bytes.fromhex(media["digest"])})
     )
     return ContentPart(Modality(kind), text, reference)
+
+
+def _message(
+    parts: list[list[Any]], tool_calls: list[dict[str, Any]], **fields: Any
+) -> ChatMessage:
+    calls = [ToolCall(**call) for call in tool_calls]
+    return ChatMessage(parts=[_part(*one) for one in parts], tool_calls=calls, **fields)
 
 
 def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
@@ -181,9 +189,7 @@ def _parsed(data: bytes, prompt_group_id: str) -> dict[int, GeneratedSample]:
             prompt_group_id=prompt_group_id,
             segments=tuple(VersionSegment(*segment) for segment in part["segments"]),
             finish_reason=FinishReason(part["finish_reason"]),
-            turns=tuple(
-                ChatMessage(role, [_part(*one) for one in parts]) for role, parts in part["turns"]
-            ),
+            turns=tuple(_message(**turn) for turn in part["turns"]),
             **arrays,
         )
     return samples

@@ -93,7 +93,12 @@ def episodes(
             "reward": {"function": "exact_match"},
         }
     )
-    renderer = PromptRenderer.from_folder(model, config.data, media=config.model.media)
+    renderer = PromptRenderer.from_folder(
+        model,
+        config.data,
+        media=config.model.media,
+        tool_format=config.environment.tool_call_format,
+    )
     inner = TransformersEngine(model, config=config.engine, model=config.model)
     metrics = EpisodeMetrics("rollout", CollectorRegistry())
     engine = EpisodeEngine(inner, config=config, renderer=renderer, metrics=metrics)

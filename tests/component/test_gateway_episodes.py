@@ -17,7 +17,7 @@ from engine_requests import plain_logprobs
 from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.gateway.program import (
     GUARD,
     YOUNG_SECONDS,
@@ -39,7 +39,7 @@ def test_an_episode_is_trained_on_the_tokens_and_logprobs_of_the_engine(tmp_path
         begin(engine, num_samples=4)
         samples = finish(engine)
         renderer = engine._renderer
-        expected_prompt = renderer.prompt_tokens([{"role": "user", "content": "12"}], tools=())
+        expected_prompt = renderer.prompt_tokens([ChatMessage.of_text("user", "12")])
     for sample in samples:
         assert sample.prompt_tokens is not None
         assert sample.loss_mask is not None
@@ -119,7 +119,7 @@ def test_an_edited_history_forks_and_both_paths_are_trained(tmp_path: Path) -> N
         begin(engine)
         (sample,) = finish(engine)
         first, second = (
-            engine._renderer.prompt_tokens([{"role": "user", "content": text}], tools=())
+            engine._renderer.prompt_tokens([ChatMessage.of_text("user", text)])
             for text in ("12", "a summary")
         )
         assert sample.prompt_tokens is not None
@@ -152,9 +152,7 @@ def test_paths_that_the_program_left_are_not_trained_where_the_run_wants_the_las
     ):
         begin(engine)
         (sample,) = finish(engine)
-        expected = engine._renderer.prompt_tokens(
-            [{"role": "user", "content": "a summary"}], tools=()
-        )
+        expected = engine._renderer.prompt_tokens([ChatMessage.of_text("user", "a summary")])
     (event,) = [one for one in logs if one["event"] == "session.forked"]
     assert 0 < event["num_untrained_tokens"] <= 4
     assert sample.path_lengths == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,8 +18,8 @@ from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.errors import EngineFailed
+from relax_events.events.parts import ChatMessage
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.render_queue import LONG_TEXT_BYTES, RenderQueue
 from relax_events.gateway.session import Limit, Session, SessionLimit
 
@@ -143,13 +144,14 @@ def session(tmp_path: Path) -> Iterator[Session]:
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     train_tokenizer(["read the file"]).save_pretrained(tmp_path)
     config = DataConfig(source="http", chat_template_file=tmp_path / "template.jinja")
-    renderer = ChatRenderer(PromptRenderer.from_folder(tmp_path, config))
+    renderer = PromptRenderer.from_folder(tmp_path, config)
 
     async def generate(request: GenerationRequest) -> GeneratedSample:
         return spoken_turn(request, [request.stop_token_ids[0]])
 
-    yield open_session(renderer, generate, max_context_tokens=512)
-    renderer.close()
+    opened = open_session(renderer, generate, max_context_tokens=512)
+    yield opened
+    opened.queue.close()
 
 
 def test_text_that_fits_no_context_is_refused_unrendered(
@@ -159,10 +161,10 @@ def test_text_that_fits_no_context_is_refused_unrendered(
         pytest.fail("it was rendered")
 
     monkeypatch.setattr(session.renderer, "prompt_tokens", render)
-    long = [{"role": "user", "content": "a" * (512 * session.renderer.longest_token_bytes + 1)}]
-    tools = [{"function": {"name": "f", "parameters": {"a" * 100_000: {}}}}]
-    short = [{"role": "user", "content": "a"}]
-    for messages, offered in ((long, []), (short, tools)):
+    text = "a" * (512 * session.renderer.longest_token_bytes + 1)
+    long, short = [ChatMessage.of_text("user", text)], [ChatMessage.of_text("user", "a")]
+    tools = json.dumps([{"function": {"name": "f", "parameters": {"a" * 100_000: {}}}}])
+    for messages, offered in ((long, ""), (short, tools)):
         with pytest.raises(SessionLimit, match="holds 8192 at most; shorten it"):
             asyncio.run(session.count_tokens(messages, tools=offered))
     assert session.limit is None, "a count is no turn"
@@ -173,5 +175,5 @@ def test_text_that_fits_no_context_is_refused_unrendered(
 
 def test_text_of_the_longest_tokens_is_rendered(session: Session) -> None:
     text = "read the file " * 100
-    messages = [{"role": "user", "content": text}]
-    assert asyncio.run(session.count_tokens(messages, tools=[])) > 100
+    messages = [ChatMessage.of_text("user", text)]
+    assert asyncio.run(session.count_tokens(messages)) > 100

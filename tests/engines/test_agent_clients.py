@@ -19,7 +19,6 @@ from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.server import GatewayServer
 from relax_events.gateway.session import Session
@@ -67,9 +66,7 @@ def open_spoken_session(folder: Path) -> tuple[Session, SpokenEngine]:
     config = DataConfig(source="http", chat_template_file=file)
     plain = PromptRenderer.from_folder(folder, config)
     engine = SpokenEngine(plain)
-    session = open_session(
-        ChatRenderer(plain), engine, max_new_tokens=4000, max_context_tokens=2000
-    )
+    session = open_session(plain, engine, max_new_tokens=4000, max_context_tokens=2000)
     return session, engine
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
+from relax_events.data.messages import refuse_part
 from relax_events.errors import PoisonSample
 from relax_events.gateway.anthropic_dialect import AnthropicCall
 from relax_events.gateway.chat_dialect import ChatCall
@@ -68,8 +70,10 @@ def body(data: bytes) -> None:
             if isinstance(sampling, CallSampling):
                 _ = sampling.build_config(1), sampling.choose_seed()
             if isinstance(made, ModelCall):
-                with suppress(PoisonSample):
-                    made.tool_list()
+                session: Any = SimpleNamespace(read_part=refuse_part, answers={})
+                for read in (made.write_tools, partial(made.history, session)):
+                    with suppress(PoisonSample):
+                        read()
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:

@@ -21,7 +21,6 @@ from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig, MediaConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_media, sampled_mask
 from relax_events.gateway.sample import build_sample
 from relax_events.gateway.session import Session, SessionLimit
@@ -37,12 +36,10 @@ IMAGES = [image_file(*size, seed=seed) for seed, size in enumerate([(32, 32), (4
 
 
 @pytest.fixture(scope="module")
-def renderer() -> ChatRenderer:
+def renderer() -> PromptRenderer:
     """Return a renderer of a model that reads images."""
     config = DataConfig(source="http")
-    return ChatRenderer(
-        PromptRenderer.from_folder(build_image_model(), config, media=MediaConfig())
-    )
+    return PromptRenderer.from_folder(build_image_model(), config, media=MediaConfig())
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +64,9 @@ class LookingEngine:
     the images of a request are those of its placeholders.
     """
 
-    def __init__(self, renderer: ChatRenderer, layout: MediaLayout, rng: random.Random) -> None:
+    def __init__(self, renderer: PromptRenderer, layout: MediaLayout, rng: random.Random) -> None:
         self._layout, self._rng = layout, rng
-        self._call = renderer._renderer.encode(CALL).tolist()
+        self._call = renderer.encode(CALL).tolist()
         self.seen: list[list[bytes]] = []
 
     async def __call__(self, request: GenerationRequest) -> GeneratedSample:
@@ -102,7 +99,7 @@ async def look(session: Session, rng: random.Random, kind: type[Program]) -> lis
 
 
 def check_images(
-    renderer: ChatRenderer,
+    renderer: PromptRenderer,
     layout: MediaLayout,
     threads: MediaThreads,
     kind: type[Program],
@@ -143,7 +140,7 @@ def check_images(
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=20, deadline=None)
 def test_images_are_neither_lost_nor_doubled(
-    renderer: ChatRenderer,
+    renderer: PromptRenderer,
     layout: MediaLayout,
     threads: MediaThreads,
     kind: type[Program],
@@ -155,7 +152,7 @@ def test_images_are_neither_lost_nor_doubled(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_images_are_neither_lost_nor_doubled_in_two_thousand_sessions(
-    renderer: ChatRenderer, layout: MediaLayout, threads: MediaThreads, kind: type[Program]
+    renderer: PromptRenderer, layout: MediaLayout, threads: MediaThreads, kind: type[Program]
 ) -> None:
     for seed in range(2_000 // len(PROGRAMS)):
         check_images(renderer, layout, threads, kind, seed)

@@ -22,7 +22,6 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.events.parts import FinishReason
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.chat_renderer import ChatRenderer
 from relax_events.gateway.graph import path_tokens
 from relax_events.gateway.sample import build_sample
 from relax_events.gateway.session import Session, SessionLimit
@@ -43,20 +42,20 @@ SAID = (CALL, f"<think>hm</think>two {CALL}\n{CALL}", "<think>hm</think> yes", "
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
     """Return a renderer with a template that shows tools and tool calls."""
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     file = folder / "template.jinja"
     file.write_text(TEMPLATE)
     train_tokenizer(["look"]).save_pretrained(folder)
     config = DataConfig(source="http", chat_template_file=file)
-    return ChatRenderer(PromptRenderer.from_folder(folder, config))
+    return PromptRenderer.from_folder(folder, config)
 
 
 class RandomEngine:
     """Samples random tokens, and remembers what it read and sampled."""
 
-    def __init__(self, renderer: ChatRenderer, rng: random.Random) -> None:
+    def __init__(self, renderer: PromptRenderer, rng: random.Random) -> None:
         self._renderer, self._rng = renderer, rng
         self.read: list[np.ndarray] = []
         self.sampled: list[GeneratedSample] = []
@@ -64,7 +63,7 @@ class RandomEngine:
     async def __call__(self, request: GenerationRequest) -> GeneratedSample:
         """Sample a turn of up to 12 random tokens, or a tool call."""
         rng = self._rng
-        text = self._renderer._renderer.encode(rng.choice(SAID)).tolist()
+        text = self._renderer.encode(rng.choice(SAID)).tolist()
         tokens = text or [rng.randrange(300) for _ in range(rng.randrange(12))]
         tokens = [token for token in tokens if token not in request.stop_token_ids]
         tokens = tokens[: request.sampling.max_new_tokens - 1]
@@ -101,7 +100,7 @@ async def talk(session: Session, rng: random.Random, kind: type[Program]) -> Non
         program.continue_conversation(step, rng.randrange(12))
 
 
-def check_session(renderer: ChatRenderer, kind: type[Program], seed: int) -> None:
+def check_session(renderer: PromptRenderer, kind: type[Program], seed: int) -> None:
     """Run a session, and compare what it trains with what its engine has read and sampled."""
     rng = random.Random(seed)
     engine = RandomEngine(renderer, rng)
@@ -161,7 +160,7 @@ def pairs_of(sample: GeneratedSample) -> list[tuple[int, float]]:
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=75, deadline=None)
 def test_trained_tokens_are_bit_for_bit_the_sampled_ones(
-    renderer: ChatRenderer, kind: type[Program], seed: int
+    renderer: PromptRenderer, kind: type[Program], seed: int
 ) -> None:
     check_session(renderer, kind, seed)
 
@@ -169,7 +168,7 @@ def test_trained_tokens_are_bit_for_bit_the_sampled_ones(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_trained_tokens_are_the_sampled_ones_in_ten_thousand_sessions(
-    renderer: ChatRenderer, kind: type[Program]
+    renderer: PromptRenderer, kind: type[Program]
 ) -> None:
     for seed in range(10_000 // len(PROGRAMS)):
         check_session(renderer, kind, seed)
@@ -179,7 +178,7 @@ def test_trained_tokens_are_the_sampled_ones_in_ten_thousand_sessions(
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=50, deadline=None)
 def test_an_undisturbed_session_is_one_row(
-    renderer: ChatRenderer, kind: type[Program], seed: int
+    renderer: PromptRenderer, kind: type[Program], seed: int
 ) -> None:
     rng = random.Random(seed)
     engine = RandomEngine(renderer, rng)

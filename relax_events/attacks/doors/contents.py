@@ -59,7 +59,7 @@ def _render(renderer: PromptRenderer, role: str, text: str, control: dict[str, i
     ids = set(control.values())
     renders: tuple[Callable[[str], NDArray[np.int32]], ...] = (
         lambda content: renderer.prompt_tokens([say(role, content)]),
-        lambda content: renderer.reply_tokens(before, say("user", content)),
+        lambda content: renderer.bridge_tokens(before, [say("user", content)]),
     )
     for render in renders:
         tokens = [[one for one in render(each).tolist() if one in ids] for each in ("abc", text)]

@@ -90,19 +90,18 @@ def serve_gateway(folder: Path) -> Iterator[tuple[str, Target]]:
     """Serve a gateway with a session, whose policy must not be asked."""
     from relax_events.data.rendering import PromptRenderer
     from relax_events.gateway.app import build_gateway
-    from relax_events.gateway.chat_renderer import ChatRenderer
     from relax_events.gateway.session_keys import SessionKeys
 
     async def generate(_: object) -> NoReturn:
         raise CallArrived
 
     path = build_tiny_model(folder / "model")
-    renderer = ChatRenderer(PromptRenderer.from_folder(path, DataConfig(source="http")))
+    renderer = PromptRenderer.from_folder(path, DataConfig(source="http"))
     keys, session = SessionKeys(), open_session(renderer, generate)
     key, num_bytes = keys.open(session), session.body_bound.num_bytes
     with serving(build_gateway(keys, model_name="tiny")) as url:
         yield url, bearer_target(url, "/v1/chat/completions", num_bytes, key=key)
-    renderer.close()
+    session.queue.close()
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from relax_events.data.tool_formats import FORMATS, choose_format
 from relax_events.gateway.tool_calls import parse_reply
-from relax_events.gateway.tool_formats import FORMATS, choose_format
 
 TOOLS = [
     {
@@ -53,7 +53,7 @@ DEEPSEEK = (
 
 def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
     """Return the calls of a turn."""
-    parsed = parse_reply(text, style=FORMATS[name], tools=TOOLS)
+    parsed = parse_reply(text, style=FORMATS[name], tools=json.dumps(TOOLS))
     return [(function, json.loads(arguments)) for function, arguments in parsed.calls]
 
 
@@ -76,7 +76,9 @@ def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
 def test_calls_are_read_in_the_format_of_each_family(
     name: str, text: str, content: str, num_calls: int
 ) -> None:
-    parsed = parse_reply(f"<think>So.</think>\n\n{text}", style=FORMATS[name], tools=TOOLS)
+    parsed = parse_reply(
+        f"<think>So.</think>\n\n{text}", style=FORMATS[name], tools=json.dumps(TOOLS)
+    )
     assert (parsed.reasoning, parsed.content, parsed.malformed) == ("So.", content, ())
     assert calls_in(name, text) == [CALL] * num_calls
 
@@ -106,7 +108,7 @@ def test_calls_are_read_in_the_format_of_each_family(
 def test_a_malformed_call_is_text_with_a_reason(
     name: str, text: str, reasons: tuple[str, ...]
 ) -> None:
-    parsed = parse_reply(text, style=FORMATS[name], tools=TOOLS)
+    parsed = parse_reply(text, style=FORMATS[name], tools=json.dumps(TOOLS))
     assert (parsed.content, parsed.calls, parsed.malformed) == (text, (), reasons)
 
 
@@ -114,7 +116,7 @@ def test_a_malformed_call_is_text_with_a_reason(
     "text", ['{"name": "other", "parameters": {}}', '{"a": 1}', "{no json", "Say {1}."]
 )
 def test_json_that_calls_no_tool_of_the_program_is_text_of_a_llama(text: str) -> None:
-    parsed = parse_reply(text, style=FORMATS["llama3"], tools=TOOLS)
+    parsed = parse_reply(text, style=FORMATS["llama3"], tools=json.dumps(TOOLS))
     assert (parsed.content, parsed.calls, parsed.malformed) == (text, (), ())
 
 
@@ -129,7 +131,9 @@ def test_values_of_xml_are_typed_by_the_schema_of_the_tool() -> None:
 
 
 def test_a_good_call_next_to_a_malformed_one_is_read() -> None:
-    parsed = parse_reply(f"<tool_call>x</tool_call>{HERMES}", style=FORMATS["hermes"], tools=TOOLS)
+    parsed = parse_reply(
+        f"<tool_call>x</tool_call>{HERMES}", style=FORMATS["hermes"], tools=json.dumps(TOOLS)
+    )
     assert parsed.content == "<tool_call>x</tool_call>"
     assert (len(parsed.calls), parsed.malformed) == (1, ("not_json",))
 
@@ -137,7 +141,7 @@ def test_a_good_call_next_to_a_malformed_one_is_read() -> None:
 def test_a_call_nested_too_deep_is_text() -> None:
     deep = "[" * 300 + "]" * 300
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}}}}}</tool_call>'
-    parsed = parse_reply(text, style=FORMATS["hermes"], tools=TOOLS)
+    parsed = parse_reply(text, style=FORMATS["hermes"], tools=json.dumps(TOOLS))
     assert (parsed.content, parsed.calls) == (text, ())
     assert parsed.malformed == ("nested_too_deep",)
 

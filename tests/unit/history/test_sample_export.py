@@ -70,8 +70,10 @@ def test_exported_row_holds_sample_reward_and_outcome(log: RunLog, tmp_path: Pat
     path = tmp_path / "out" / "samples.jsonl"
     exported = export_samples(log, [view()], path)
     (row,) = rows_of(path)
+    fields = ("reasoning_content", "tool_calls", "name", "tool_call_id")
     assert row["messages"] == [
         {"role": "user", "content": [{"type": "text", "text": "say hi", "path": None}]}
+        | dict.fromkeys(fields)
     ]
     assert (row["sample_id"], row["completion"], row["reward"], row["reward_name"]) == (
         "000000-0000-0/0",

@@ -24,8 +24,6 @@ from typing import Any
 
 import orjson
 
-from relax_events.gateway.messages import Message
-
 Call = tuple[str, Mapping[str, Any]]
 """A tool's name, and its arguments."""
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -78,9 +76,9 @@ class ToolFormat:
         return f"call_{NOT_IN_IDS.sub('-', name)}-{number}"
 
 
-def index_schemas(tools: Sequence[Message]) -> Schemas:
-    """Return the schemas of the arguments of tools, as chat templates read them, by name."""
-    functions = [tool["function"] for tool in tools]
+def index_schemas(tools: str) -> Schemas:
+    """Return the schemas of the arguments of tools, a JSON list, by name."""
+    functions = [tool.get("function") or tool for tool in orjson.loads(tools or "[]")]
     return {str(one["name"]): one.get("parameters") or {} for one in functions if "name" in one}
 
 
