@@ -195,7 +195,7 @@ def _one_line(text: str | None) -> str:
 def algorithms_page() -> str:
     """Every installed algorithm."""
     lead = (
-        "Each is one spec that names its parts; `relax algorithms show NAME` prints the "
+        "Each is one spec that names its parts; `relax algorithms NAME` prints the "
         "same. The settings are described in "
         "[the run file](config.md), the choice of an algorithm in [algorithms]"
         "(../how-to/algorithms.md). In the formulas lp is the trained "

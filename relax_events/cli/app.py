@@ -1,4 +1,7 @@
-"""The tree of commands: noun, then verb. Each command's own file is loaded when it is called."""
+"""The tree of commands: a noun, and a verb where it has several questions (ADR 59).
+
+Each command's own file is loaded when it is called.
+"""
 
 from __future__ import annotations
 

@@ -69,42 +69,35 @@ COMMANDS = {
     ),
     "runs": (
         "relax_events.cli.runs:app",
-        (
-            "List, inspect, replay, fork and delete runs: list, show, audit, stop, timeline, "
-            "replay, fork, delete."
-        ),
+        ("List, inspect, replay, fork and delete runs: show, stop, replay, fork, delete."),
     ),
     "scale": (
-        "relax_events.cli.scale:app",
-        "Scale workers at runtime: out, in, status, cancel.",
+        "relax_events.cli.scale:scale",
+        "Show, add and remove workers at runtime.",
     ),
     "lineage": (
-        "relax_events.cli.lineage:app",
-        "Trace weights to their training data and back: version, sample, prompt.",
+        "relax_events.cli.lineage:show_lineage",
+        "Trace weights to their training data and back, by version, sample, prompt group or row.",
     ),
     "rewards": (
         "relax_events.cli.rewards:app",
         "Try and compare reward functions: list, show, score, compare, rescore.",
     ),
     "deadletter": (
-        "relax_events.cli.deadletter:app",
-        "Handle records that a role could not process: list, show, requeue, drop.",
+        "relax_events.cli.deadletter:deadletter",
+        "List, show, requeue and drop records that a role could not process.",
     ),
     "schemas": (
         "relax_events.cli.schemas:app",
         "Show and check the event schemas: check, diff, show, release.",
-    ),
-    "eval": (
-        "relax_events.cli.eval:app",
-        "Show held-out evaluations of policy versions: show.",
     ),
     "ledger": (
         "relax_events.cli.ledger:app",
         "Prove from the log that nothing was lost or trained twice: check.",
     ),
     "algorithms": (
-        "relax_events.cli.algorithms:app",
-        "List and describe the training algorithms: list, show.",
+        "relax_events.cli.algorithms:algorithms",
+        "List the training algorithms, or describe one.",
     ),
     "models": (
         "relax_events.cli.models:app",
@@ -115,8 +108,8 @@ COMMANDS = {
         "Serve a model behind SGLang's HTTP API and a part of OpenAI's, without SGLang.",
     ),
     "store": (
-        "relax_events.cli.store:app",
-        "Show each role's rights on the object store, and make its S3 policies: rights, policies.",
+        "relax_events.cli.store:store",
+        "Show each role's rights on the object store, and make its S3 policies.",
     ),
     "broker": (
         "relax_events.cli.broker:app",

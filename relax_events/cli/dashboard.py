@@ -27,17 +27,12 @@ def dashboard(
         port: Port to listen on; 0 uses a free one.
         link: Print another link to the page that this account serves on the port, and exit.
     """
-    from pathlib import Path
-
-    from relax_events.cli.run_reader import is_run_file, reader_may_leave
-    from relax_events.config import load_run_config
+    from relax_events.cli.run_reader import reader_may_leave
     from relax_events.dashboard.access import PageAccess
     from relax_events.dashboard.registry import RunRegistry
     from relax_events.dashboard.server import HOST, build_server, build_url, give_way, open_port
-    from relax_events.history.cluster import Cluster
 
-    first = load_run_config(Path(run)) if run and is_run_file(run) else None
-    cluster = broker.cluster() if first is None else Cluster.from_run_file(first)
+    first, cluster = broker.find(run)
     run_id = first.run.id if first else run
     access = PageAccess(cluster.directory)
     if link:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
-
-from cyclopts import App
 
 from relax_events.cli.output import excerpt, format_number, format_time, print_json, print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
@@ -16,38 +13,52 @@ if TYPE_CHECKING:
     from relax_events.history.lineage.reader import SampleLineage, Stage
     from relax_events.history.lineage.version import VersionLineage
 
-app = App(
-    name="lineage",
-    help=(
-        "Follow weights back to data, and data to weights.\n\nExample: relax lineage version 1 "
-        "configs/quickstart.toml"
-    ),
-)
 DIGEST_SIGNS = 12
 
 
-@app.command
-def version(
-    policy_version: int, config: RunFile, *overrides: Overrides, output: Output = "table"
+def show_lineage(
+    item: str, config: RunFile, *overrides: Overrides, output: Output = "table"
 ) -> None:
-    """Show what made a policy version: its train step, prompt groups, samples, rewards and rows of
-    the data.
+    """Follow weights back to data, and data to weights: what made a policy version, a sample's way
+    record by record, or each use of a prompt and the train steps that it was in.
 
-    Example: relax lineage version 1 configs/quickstart.toml
+    Example: relax lineage version:1 configs/quickstart.toml && relax lineage 000000-0000-0/0
+        configs/quickstart.toml
 
     Args:
-        policy_version: The version; 0 are the initial weights.
+        item: version:V, a policy version, of which 0 are the initial weights; the id of a sample,
+            such as 000012-0003-0/5; the id of a prompt group, such as 000012-0003-0; or row:N, a
+            row of the data, from 0.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.lineage.version import version_lineage
+    from relax_events.errors import ConfigError
+    from relax_events.history.lineage.prompt import prompt_lineage
+    from relax_events.history.lineage.reader import SampleLineage, sample_lineage
+    from relax_events.history.lineage.version import VersionLineage, version_lineage
 
+    kind, _, number = item.rpartition(":")
+    if (kind and not (kind in ("version", "row") and number.isdecimal())) or item.isdecimal():
+        raise ConfigError(
+            f"{item!r} has no lineage; give version:V, row:N, or the id of a sample or of a prompt "
+            "group"
+        )
     with open_run_log(config, overrides, name="lineage") as log:
-        lineage = version_lineage(log, policy_version)
+        lineage = (
+            version_lineage(log, int(number))
+            if kind == "version"
+            else sample_lineage(log, item)
+            if "/" in item
+            else prompt_lineage(log, number)
+        )
         note_unreadable(log)
     if output == "json":
-        print_json(asdict(lineage))
-    else:
+        print_json(lineage)
+    elif isinstance(lineage, VersionLineage):
         _print_version(lineage)
+    elif isinstance(lineage, SampleLineage):
+        print("\n".join(sample_lines(lineage)))
+    else:
+        _print_uses(lineage)
 
 
 def _print_version(lineage: VersionLineage) -> None:
@@ -95,30 +106,6 @@ def _print_version(lineage: VersionLineage) -> None:
     print_rows(["sample", "version", "row", "reward", "advantage", "record"], rows)
 
 
-@app.command
-def sample(
-    sample_id: str, config: RunFile, *overrides: Overrides, output: Output = "table"
-) -> None:
-    """Trace a sample from its prompt to the policy version that was trained on it, record by
-    record.
-
-    Example: relax lineage sample 000000-0000-0/0 configs/quickstart.toml
-
-    Args:
-        sample_id: Such as 000012-0003-0/5.
-    """
-    from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.lineage.reader import sample_lineage
-
-    with open_run_log(config, overrides, name="lineage") as log:
-        lineage = sample_lineage(log, sample_id)
-        note_unreadable(log)
-    if output == "json":
-        print_json(asdict(lineage))
-    else:
-        print("\n".join(sample_lines(lineage)))
-
-
 def sample_lines(lineage: SampleLineage) -> Iterator[str]:
     """Give a sample's way as lines."""
     again = f", generated {lineage.num_generations} times" if lineage.num_generations > 1 else ""
@@ -147,31 +134,6 @@ def _fact(name: str, value: Any) -> str:
         if name == "reward_digest"
         else str(value)
     )
-
-
-@app.command
-def prompt(
-    row_or_id: str, config: RunFile, *overrides: Overrides, output: Output = "table"
-) -> None:
-    """Show when a row of the data, or a prompt group, was issued, how that ended, and which train
-    steps were trained on it.
-
-    Example: relax lineage prompt 17 configs/quickstart.toml && relax lineage prompt 000000-0000-0
-        configs/quickstart.toml
-
-    Args:
-        row_or_id: A row of the data, from 0, or the id of a prompt group.
-    """
-    from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.lineage.prompt import prompt_lineage
-
-    with open_run_log(config, overrides, name="lineage") as log:
-        uses = prompt_lineage(log, row_or_id)
-        note_unreadable(log)
-    if output == "json":
-        print_json([asdict(use) for use in uses])
-    else:
-        _print_uses(uses)
 
 
 def _print_uses(uses: list[PromptUse]) -> None:

@@ -56,25 +56,36 @@ class BrokerOptions:
             directory=self.directory,
         )
 
+    def find(self, run: str) -> tuple[RunConfig | None, Cluster]:
+        """Return a run's file, if the run is named by it, and the cluster that has the run.
+
+        Args:
+            run: Its id, or its run file, which names the broker as well.
+        Raises:
+            ConfigError: Two brokers are named, or a run file is wrong.
+        """
+        from relax_events.cli.run_reader import is_run_file
+        from relax_events.config import load_run_config
+        from relax_events.history.cluster import Cluster
+
+        run_file = load_run_config(Path(run)) if is_run_file(run) else None
+        return run_file, self.cluster() if run_file is None else Cluster.from_run_file(run_file)
+
     @contextmanager
     def open_run(self, run: str, *, name: str) -> Iterator[RunConfig]:
         """Give the configuration of a run, with the broker's address and the operator's principal
         filled in.
 
         Args:
-            run: Its id, or its run file, which names the broker as well.
+            run: Its id, or its run file.
             name: Of the command.
         Raises:
             RelaxError: Two brokers are named, none answers, or it has no such run.
         """
-        from relax_events.cli.run_reader import is_run_file
-        from relax_events.config import load_run_config
         from relax_events.errors import ConfigError
-        from relax_events.history.cluster import Cluster
         from relax_events.history.runs.listing import read_run
 
-        run_file = load_run_config(Path(run)) if is_run_file(run) else None
-        cluster = self.cluster() if run_file is None else Cluster.from_run_file(run_file)
+        run_file, cluster = self.find(run)
         with cluster.running(by=f"relax {name}"):
             connection = cluster.connection(name=name)
             summary = read_run(connection, run if run_file is None else run_file.run.id)

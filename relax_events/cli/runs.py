@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
-from relax_events.cli.output import accept_source, agreed, format_time
-from relax_events.cli.parameters import (
-    DEFAULT_BROKER,
-    BrokerOptions,
-    Output,
-    Overrides,
-    RunFile,
-    Yes,
-)
+from relax_events.cli.output import agreed, format_time
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output, Yes
 from relax_events.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from relax_events.history.cluster import Cluster
+    from relax_events.history.run_log import RunLog
     from relax_events.history.runs.deletion import Deletion
-    from relax_events.history.runs.forking import ParentChoice
-    from relax_events.kafka.connection import Connection
 
 app = App(
     name="runs",
-    help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs list",
+    help="Look back at the runs of a cluster, and train from them.\n\nExample: relax runs show",
 )
-SourceOverrides = Annotated[
-    str, Parameter(help="section.key=value, laid over the source's settings.")
-]
-TrustSource = Annotated[
-    bool,
-    Parameter(
-        help=(
-            "Don't ask about code, programs, addresses and files that the source's log names and "
-            "no run file here does."
-        )
-    ),
-]
+for verb in ("replay", "fork"):
+    app.command(f"relax_events.cli.run_training:{verb}", name=verb)
 COLUMNS = {
     "run": "run_id",
     "status": "status",
@@ -60,108 +39,126 @@ STOP_MARGIN_SECONDS = 15.0
 their goodbye us."""
 
 
-@contextmanager
-def _connection(broker: BrokerOptions) -> Iterator[Connection]:
-    cluster = broker.cluster()
-    with cluster.running(by="relax runs"):
-        yield cluster.connection(name="runs")
-
-
-@app.command(name="list")
-def list_runs(
-    run_file: Path | None = None,
-    /,
-    *,
-    broker: BrokerOptions = DEFAULT_BROKER,
-    output: Output = "table",
-) -> None:
-    """Show the runs of a cluster: their progress, whether they are still running, what they started
-    from.
-
-    Example: relax runs list configs/quickstart.toml
-
-    Args:
-        run_file: A run file whose broker is meant, as --config.
-    """
-    from relax_events.cli.output import format_number, print_rows
-    from relax_events.history.runs.listing import read_runs
-
-    with _connection(replace(broker, config=broker.config or run_file)) as connection:
-        runs = [run.as_row() for _, run in sorted(read_runs(connection).items())]
-    rows = []
-    for run in runs:
-        shown = run | {"reward": format_number(run["reward"]), "started_at": _time(run)}
-        rows.append([shown[name] for name in COLUMNS.values()])
-    print_rows(list(COLUMNS), rows, output, data=runs)
-
-
-def _time(run: dict[str, Any]) -> str:
-    return format_time(run["started_at"]) if run["started_at"] else ""
-
-
 @app.command
 def show(
-    run_id: str,
+    run: str = "",
     *,
+    part: Literal["", "changes", "evaluations"] = "",
+    dataset: str = "",
+    trace: Path | None = None,
     broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> None:
-    """Show a run from its log: settings, outcomes, metrics by step, and the versions from which
-    it can be trained again.
+    """List the runs of a cluster; of one run show its settings, outcomes, metrics by step, and the
+    versions from which it can be trained again.
 
     Example: relax runs show quickstart
 
     Args:
-        run_id: The run.
+        run: Id of the run, or its run file; without it all runs are listed.
+        part: Show who asked for changes of the run, or its evaluations by policy version and
+            dataset.
+        dataset: Only the evaluations on this one.
+        trace: Write the run's steps with their phases, versions, evaluations and commands into
+            this file instead, as a trace that ui.perfetto.dev opens.
     """
+    from relax_events.errors import ConfigError
+
+    if dataset and part != "evaluations":
+        raise ConfigError("--dataset is for --part evaluations; add that, or leave it out")
+    if not run and (part or trace):
+        raise ConfigError("no run is named; give its id, or its run file")
+    if not run:
+        _list_runs(broker, output)
+    elif not part and trace is None:
+        _show_overview(run, broker, output)
+    else:
+        _show_part(run, part, dataset, trace, broker, output)
+
+
+def _list_runs(broker: BrokerOptions, output: Output) -> None:
+    from relax_events.cli.output import format_number, print_rows
+    from relax_events.history.runs.listing import read_runs
+
+    cluster = broker.cluster()
+    with cluster.running(by="relax runs"):
+        summaries = read_runs(cluster.connection(name="runs"))
+    runs = [run.as_row() for _, run in sorted(summaries.items())]
+    rows = []
+    for run in runs:
+        cells = run | {"reward": format_number(run["reward"]), "started_at": _time(run)}
+        rows.append([cells[name] for name in COLUMNS.values()])
+    print_rows(list(COLUMNS), rows, output, data=runs)
+
+
+def _show_overview(run: str, broker: BrokerOptions, output: Output) -> None:
     from relax_events.cli.output import print_fields, print_json, print_rows
     from relax_events.history.runs.details import details_as_dict, read_details
     from relax_events.history.runs.listing import read_run
 
-    with _connection(broker) as connection:
-        tree = details_as_dict(read_details(connection, read_run(connection, run_id)))
-        if output == "json":
-            print_json(tree)
-            return
-        steps = tree.pop("steps")
-        tree["run"] |= {"started_at": _time(tree["run"])}
-        print_fields(
-            {
-                part: {name: _joined(value) for name, value in values.items()}
-                for part, values in tree.items()
-            }
+    run_file, cluster = broker.find(run)
+    with cluster.running(by="relax runs"):
+        connection = cluster.connection(name="runs")
+        summary = read_run(connection, run_file.run.id if run_file else run)
+        tree = details_as_dict(read_details(connection, summary))
+    if output == "json":
+        print_json(tree)
+        return
+    steps = tree.pop("steps")
+    tree["run"] |= {"started_at": _time(tree["run"])}
+    print_fields(
+        {
+            part: {name: _joined(value) for name, value in values.items()}
+            for part, values in tree.items()
+        }
+    )
+    if steps:
+        columns = list(steps[-1])
+        print_rows(
+            columns, [[_format_metric(step.get(name)) for name in columns] for step in steps]
         )
-        if steps:
-            columns = list(steps[-1])
-            print_rows(
-                columns, [[_format_metric(step.get(name)) for name in columns] for step in steps]
-            )
 
 
-@app.command
-def audit(
-    run: str,
-    *,
-    broker: BrokerOptions = DEFAULT_BROKER,
-    output: Output = "table",
+def _show_part(
+    run: str, part: str, dataset: str, trace: Path | None, broker: BrokerOptions, output: Output
 ) -> None:
-    """Show who asked for changes of a run: through the API, or by a command.
-
-    Example: relax runs audit quickstart
-
-    Args:
-        run: Id of the run, or its run file.
-    """
+    """Show what is read from the whole log of a run, or write it as a trace."""
     from dataclasses import asdict
 
     from relax_events.cli.output import print_rows
+    from relax_events.cli.run_reader import note_unreadable
     from relax_events.history.run_log import RunLog
     from relax_events.history.runs.details import read_changes
+    from relax_events.reports.evaluations import build_table, read_evaluations
 
-    with broker.open_run(run, name="audit") as settings, RunLog(settings, name="audit") as log:
-        changes = [asdict(one) for one in read_changes(log)]
-    rows = [[format_time(one["requested_at"]), *(one[name] for name in CHANGE)] for one in changes]
-    print_rows(["time", *CHANGE], rows, output, data=changes)
+    with broker.open_run(run, name="runs") as settings, RunLog(settings, name="runs") as log:
+        if trace is not None:
+            _write_trace(log, trace)
+        if part == "changes":
+            changes = [asdict(change) for change in read_changes(log)]
+            rows = [
+                [format_time(change["requested_at"]), *(change[name] for name in CHANGE)]
+                for change in changes
+            ]
+            print_rows(["time", *CHANGE], rows, output, data=changes)
+        elif part:
+            evaluations = [row for row in read_evaluations(log) if dataset in ("", row["dataset"])]
+            print_rows(*build_table(evaluations), output, data=evaluations)
+        note_unreadable(log)
+
+
+def _write_trace(log: RunLog, path: Path) -> None:
+    import orjson
+
+    from relax_events.history.runs.timeline import format_trace, read_timeline
+
+    with path.open("w") as file:
+        file.writelines(format_trace(orjson.dumps(entry).decode() for entry in read_timeline(log)))
+    print(f"{path}; open it at https://ui.perfetto.dev")
+
+
+def _time(run: dict[str, Any]) -> str:
+    return format_time(run["started_at"]) if run["started_at"] else ""
 
 
 @app.command
@@ -207,31 +204,6 @@ def _format_metric(value: float | None) -> str:
 
 
 @app.command
-def timeline(
-    config: RunFile,
-    *overrides: Overrides,
-    out: Annotated[Path, Parameter(name=["--out", "-o"])] = Path("trace.json"),
-) -> None:
-    """Write a run's steps with their phases, versions, evaluations and commands as a trace that
-    ui.perfetto.dev opens.
-
-    Example: relax runs timeline configs/quickstart.toml --out trace.json
-
-    Args:
-        out: The file to write; one that is there is replaced.
-    """
-    import orjson
-
-    from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.runs.timeline import format_trace, read_timeline
-
-    with open_run_log(config, overrides, name="timeline") as log, out.open("w") as file:
-        file.writelines(format_trace(orjson.dumps(entry).decode() for entry in read_timeline(log)))
-        note_unreadable(log)
-    print(f"{out}; open it at https://ui.perfetto.dev")
-
-
-@app.command
 def delete(
     run_id: str,
     *,
@@ -272,8 +244,6 @@ def delete(
 
 
 def _show_deletion(deletion: Deletion, output: Output) -> None:
-    import sys
-
     from relax_events.cli.output import print_rows
 
     rows = [
@@ -288,132 +258,3 @@ def _show_deletion(deletion: Deletion, output: Output) -> None:
     print_rows(["kind", "name", "detail"], rows, output)
     if deletion.note:
         print(f"note: {deletion.note}", file=sys.stderr)
-
-
-@app.command
-def replay(
-    source: str,
-    new: str,
-    *overrides: SourceOverrides,
-    from_version: int = -1,
-    until_version: int = -1,
-    follow: bool = False,
-    scores: str = "",
-    verify: bool = False,
-    trust_source: TrustSource = False,
-    broker: BrokerOptions = DEFAULT_BROKER,
-) -> int:
-    """Train again on the rollouts that a run's log holds, as they were or with other settings;
-    nothing is generated.
-
-    Example: relax runs replay quickstart quickstart-gspo algorithm.name=gspo
-
-    Args:
-        source: The run whose rollouts and weights are taken.
-        new: Id of the run that is made; the same command resumes it.
-        from_version: The source's version to start from; -1 is its first.
-        until_version: The version to end at; -1 is the end of the source's log.
-        follow: Follow a running parent, and end after it: a second learner.
-        scores: Rewards of a rescoring, by its name, in place of the recorded ones.
-        verify: Compare every step with the recorded one, bit for bit; exit code 6 when one differs.
-    """
-    from relax_events.history.runs.forking import ParentChoice
-
-    choice = ParentChoice(
-        source,
-        "replay",
-        from_version=from_version,
-        until_version=until_version,
-        follow=follow,
-        scores=scores,
-    )
-    return _train(
-        broker.cluster(),
-        new,
-        choice,
-        overrides,
-        verify=verify,
-        trusts=trust_source,
-    )
-
-
-@app.command
-def fork(
-    source: str,
-    new: str,
-    *overrides: SourceOverrides,
-    at_version: int = -1,
-    from_log: bool = False,
-    trust_source: TrustSource = False,
-    broker: BrokerOptions = DEFAULT_BROKER,
-) -> int:
-    """Start an independent run from another's weights, at the same position of the data, with other
-    settings.
-
-    Example: relax runs fork quickstart quickstart-longer --at-version 30 trainer.learning_rate=1e-3
-
-    Args:
-        source: The run whose weights are taken.
-        new: Id of the run that is made; the same command resumes it.
-        at_version: The source's version to start from; -1 is its newest.
-        from_log: Train the recorded rollouts up to that version with the new settings instead: a
-            replay, to be forked in turn.
-    """
-    from relax_events.history.runs.forking import ParentChoice
-
-    live, recorded = (
-        ParentChoice(source, "fork", from_version=at_version),
-        ParentChoice(source, "replay", until_version=at_version),
-    )
-    return _train(
-        broker.cluster(),
-        new,
-        recorded if from_log else live,
-        overrides,
-        verify=False,
-        trusts=trust_source,
-    )
-
-
-def _train(
-    cluster: Cluster,
-    new: str,
-    choice: ParentChoice,
-    overrides: tuple[str, ...],
-    *,
-    verify: bool,
-    trusts: bool,
-) -> int:
-    from functools import partial
-
-    from relax_events.history.cluster import Cluster
-    from relax_events.history.runs.forking import make_run_file, require_verifiable
-    from relax_events.history.runs.replay import verify_replay
-    from relax_events.launcher.preparation import prepare_run
-    from relax_events.launcher.run import RunSession
-    from relax_events.reports.run_report import format_closing_line
-    from relax_events.runtime.private_files import keep_private
-    from relax_events.runtime.run_description import ParentRun
-
-    with cluster.running(by="relax runs"):
-        connection = cluster.connection(name="runs")
-        source = ParentRun.read(connection, choice.run)
-        settings = make_run_file(
-            cluster, source, new, choice, overrides, accept=partial(accept_source, trusts=trusts)
-        )
-        if verify:
-            require_verifiable(source, settings)
-        keep_private(settings)
-        prepare_run(settings)
-        report = RunSession(settings).run()
-        print(format_closing_line(report, settings.run_directory))
-        if not verify:
-            return 0
-        verdict = verify_replay(
-            Cluster.from_run_file(settings).connection(name="runs"), choice.run, new
-        )
-        if verdict.difference:
-            print(f"differs from {choice.run}: {verdict.difference}")
-            return CheckFailed.exit_code
-        print(f"{verdict.num_steps} steps are those of {choice.run}, bit for bit")
-        return 0

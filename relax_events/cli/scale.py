@@ -3,42 +3,96 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import App, Parameter
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from relax_events.cli.output import agreed
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
-from relax_events.errors import CheckFailed
+from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
     from relax_events.controller.api_client import ScaleClient
 
-app = App(
-    name="scale",
-    help=(
-        "Scale workers at runtime.\n\nExample: relax scale out configs/quickstart.toml --replicas 3"
-    ),
-)
-Target = Annotated[
-    int,
-    Parameter(
-        name=["--replicas", "-n"],
-        help="Total number of workers after the change; leave out with --engine-url.",
-    ),
-]
-Urls = Annotated[
-    tuple[str, ...],
-    Parameter(
-        name="--engine-url",
-        help="An SGLang server, as http://host:port; may be given several times.",
-    ),
-]
-Api = Annotated[str, Parameter(help="Address of the API; by default from the run's folder.")]
-TokenFile = Annotated[
-    Path | None, Parameter(help="File that holds its token; by default the run's own.")
-]
 COLUMNS = ("request", "status", "model", "workers", "kind", "created", "error")
+
+
+def scale(
+    config: RunFile,
+    *overrides: Overrides,
+    up_to: int | None = None,
+    down_to: int | None = None,
+    attach: tuple[str, ...] = (),
+    detach: tuple[str, ...] = (),
+    cancel: str = "",
+    model: str = "default",
+    timeout_seconds: float | None = None,
+    force: bool = False,
+    key: str = "",
+    dry_run: bool = False,
+    yes: Yes = False,
+    url: str = "",
+    token_file: Path | None = None,
+    output: Output = "table",
+) -> int:
+    """Show the workers of the scalable roles and the scaling requests; add workers, remove the
+    newest, or cancel a request. A request returns at once.
+
+    Example: relax scale configs/quickstart.toml --up-to 3
+
+    Args:
+        up_to: Add workers until there are so many.
+        down_to: Remove workers until there are so many: the newest drain and stop; those that the
+            run started with stay.
+        attach: Add a worker for an SGLang server, http://host:port; may be given several times.
+        detach: Remove the worker of such a server; may be given several times.
+        cancel: Id of an open request that adds workers; those that it started are removed.
+        model: `default` are the rollout workers; reward, judge, reference, actor-forward and
+            teacher can be scaled as well.
+        timeout_seconds: How long new workers may take until they serve, by default
+            health.start_seconds; or leaving ones to drain, by default and at most
+            workers.drain_seconds.
+        force: Don't drain: other workers generate their prompt groups again.
+        key: Idempotency key: a repeated call with the same key makes no second request.
+        dry_run: Say what would be done, and do nothing.
+        url: Address of the API; by default from the run's folder.
+        token_file: File that holds its token; by default the run's own.
+    """
+    values = {
+        "--up-to": up_to,
+        "--down-to": down_to,
+        "--attach": attach or None,
+        "--detach": detach or None,
+        "--cancel": cancel or None,
+    }
+    flags = [name for name, value in values.items() if value is not None]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} are different requests; give one of them")
+    client = _client(config, overrides, url, token_file)
+    if not flags:
+        _show_workers(client, output)
+        return 0
+    if cancel:
+        answer = client.call("POST", f"scale_out/{quote(cancel, safe='')}/cancel")
+        _show_answer(answer, output)
+        return 0
+    is_out = up_to is not None or bool(attach)
+    body = {
+        "model_name": model,
+        "num_replicas": (up_to if is_out else down_to) or 0,
+        "engine_urls": list(attach or detach),
+        "timeout_secs": timeout_seconds,
+        **({"dry_run": dry_run} if is_out else {"force": force}),
+    }
+    if not is_out:
+        plan = client.call("POST", "scale_in", body | {"dry_run": True}, key=key)
+        if dry_run or not plan["selected_engines"]:
+            _show_answer(plan, output)
+            return 0
+        if not agreed(f"Remove workers {', '.join(plan['selected_engines'])}?", yes=yes):
+            return CheckFailed.exit_code
+    route = "scale_out" if is_out else "scale_in"
+    _show_answer(client.call("POST", route, body, key=key), output)
+    return 0
 
 
 def _client(
@@ -59,108 +113,9 @@ def _client(
     )
 
 
-@app.command
-def out(
-    config: RunFile,
-    *overrides: Overrides,
-    replicas: Target = 0,
-    engine_url: Urls = (),
-    model: str = "default",
-    timeout_seconds: float | None = None,
-    key: str = "",
-    dry_run: bool = False,
-    url: Api = "",
-    token_file: TokenFile = None,
-    output: Output = "table",
-) -> None:
-    """Add workers, or attach SGLang servers. Returns at once; `relax scale status` shows the
-    progress.
-
-    Example: relax scale out configs/quickstart.toml --replicas 3
-
-    Args:
-        engine_url: An SGLang server, as http://host:port; may be given several times.
-        model: `default` are the rollout workers; reward, judge, reference, actor-forward and
-            teacher can be scaled as well.
-        timeout_seconds: How long they may take until they serve; by default
-            health.start_seconds.
-        key: Idempotency key: a repeated call with the same key makes no second request.
-        dry_run: Say what would be done, and do nothing.
-    """
-    body = {
-        "model_name": model,
-        "num_replicas": replicas,
-        "engine_urls": list(engine_url),
-        "timeout_secs": timeout_seconds,
-        "dry_run": dry_run,
-    }
-    _show_answer(
-        _client(config, overrides, url, token_file).call("POST", "scale_out", body, key=key), output
-    )
-
-
-@app.command(name="in")
-def scale_in(
-    config: RunFile,
-    *overrides: Overrides,
-    replicas: Target = 0,
-    engine_url: Urls = (),
-    model: str = "default",
-    timeout_seconds: float | None = None,
-    force: bool = False,
-    key: str = "",
-    dry_run: bool = False,
-    yes: Yes = False,
-    url: Api = "",
-    token_file: TokenFile = None,
-    output: Output = "table",
-) -> int:
-    """Remove workers: the newest drain and stop; those that the run started with stay.
-
-    Example: relax scale in configs/quickstart.toml --replicas 1 --dry-run
-
-    Args:
-        engine_url: An SGLang server to remove, as http://host:port; may be given several times.
-        model: `default` are the rollout workers; reward, judge, reference, actor-forward and
-            teacher can be scaled as well.
-        timeout_seconds: Deadline for draining, at most workers.drain_seconds, the default.
-        force: Don't drain: other workers generate their prompt groups again.
-        key: Idempotency key: a repeated call with the same key makes no second request.
-        dry_run: Show which workers would be removed, and remove none.
-    """
-    client = _client(config, overrides, url, token_file)
-    body = {
-        "model_name": model,
-        "num_replicas": replicas,
-        "engine_urls": list(engine_url),
-        "timeout_secs": timeout_seconds,
-        "force": force,
-    }
-    rehearsed = client.call("POST", "scale_in", body | {"dry_run": True}, key=key)
-    if dry_run or not rehearsed["selected_engines"]:
-        _show_answer(rehearsed, output)
-        return 0
-    if not agreed(f"Remove workers {', '.join(rehearsed['selected_engines'])}?", yes=yes):
-        return CheckFailed.exit_code
-    _show_answer(client.call("POST", "scale_in", body, key=key), output)
-    return 0
-
-
-@app.command
-def status(
-    config: RunFile,
-    *overrides: Overrides,
-    url: Api = "",
-    token_file: TokenFile = None,
-    output: Output = "table",
-) -> None:
-    """Show the workers of the scalable roles, and the scaling requests.
-
-    Example: relax scale status configs/quickstart.toml
-    """
+def _show_workers(client: ScaleClient, output: Output) -> None:
     from relax_events.cli.output import print_rows
 
-    client = _client(config, overrides, url, token_file)
     engines = client.call("GET", "engines")
     requests = [
         request
@@ -198,32 +153,6 @@ def _row(request: dict[str, Any]) -> list[str]:
         format_time(int(request["created_at"] * 1e6)),
         excerpt(request["error_message"] or "-", 80),
     ]
-
-
-@app.command
-def cancel(
-    config: RunFile,
-    request: str,
-    *overrides: Overrides,
-    url: Api = "",
-    token_file: TokenFile = None,
-    output: Output = "table",
-) -> None:
-    """Cancel an open scale-out request; workers that it started are removed.
-
-    Example: relax scale cancel configs/quickstart.toml scale-out-0123456789ab
-
-    Args:
-        request: Its id, as `relax scale status` shows it.
-    """
-    from urllib.parse import quote
-
-    _show_answer(
-        _client(config, overrides, url, token_file).call(
-            "POST", f"scale_out/{quote(request, safe='')}/cancel"
-        ),
-        output,
-    )
 
 
 def _show_answer(answer: dict[str, Any], output: Output) -> None:

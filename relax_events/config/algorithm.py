@@ -42,7 +42,7 @@ class AlgorithmConfig(Section):
     """
 
     name: Annotated[Code, never("samples under way were made ready for another algorithm")] = "grpo"
-    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms list` prints the installed
+    """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms` prints the installed
     ones."""
     normalise_std: bool | None = True
     """Divide centred rewards by the prompt group's standard deviation."""

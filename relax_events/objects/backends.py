@@ -180,7 +180,7 @@ def translate_errors(backend: Backend, action: str, key: str) -> Iterator[None]:
         if isinstance(error, PermissionDeniedError | UnauthenticatedError):
             raise StoreUnavailable(
                 f"can't {action} {backend.root}{key}: the store refuses it to this process's "
-                f"credential ({text}); `relax store rights` shows what a role needs"
+                f"credential ({text}); `relax store` shows what a role needs"
             ) from error
         raise StoreUnavailable(
             f"can't {action} {backend.root}{key}: {text}; is the store up, and may this "

@@ -134,7 +134,7 @@ def read_dead_letter(log: RunLog, name: str) -> tuple[DeadLetter, Record]:
     role, offset = parse_id(name)
     dead_letter = _read_role(log, role).get(offset)
     if dead_letter is None:
-        raise ConfigError(f"there is no dead letter {name}; relax deadletter list shows all")
+        raise ConfigError(f"there is no dead letter {name}; relax deadletter shows all")
     topic = log.plan.topic(f"{role}{DEAD_LETTERS}")
     return dead_letter, next(log.records({(topic, 0): (offset, offset + 1)}))
 
@@ -178,11 +178,11 @@ class Selection:
             parse_id(name)
             if name not in by_id:
                 raise ConfigError(
-                    f"there is no dead letter {name}; relax deadletter list shows all dead letters"
+                    f"there is no dead letter {name}; relax deadletter shows all dead letters"
                 )
             if by_id[name].resolution and not self.include_resolved:
                 raise ConfigError(
-                    f"dead letter {name} is {by_id[name].resolution} already; give --force "
+                    f"dead letter {name} is {by_id[name].resolution} already; give --resolved "
                     "to do it once more"
                 )
         named = [by_id[name] for name in dict.fromkeys(self.ids)] or [

@@ -50,6 +50,6 @@ def _split(uri: str) -> tuple[str, str]:
     if parts.scheme != "s3":
         raise ConfigError(
             f"policies are for S3, and the run's object store is {uri}; set objects.uri to "
-            "s3://bucket/prefix, or see `relax store rights` for what each role needs"
+            "s3://bucket/prefix, or see `relax store` for what each role needs"
         )
     return parts.netloc, parts.path.strip("/")

@@ -193,7 +193,7 @@ def dead_letter_findings(dead_letters: Iterable[DeadLetter]) -> Iterator[TopicFi
         yield TopicFinding(
             "dead letters",
             f"{role} could not process {count} record(s)",
-            f"relax deadletter list RUN_FILE --role {role}",
+            f"relax deadletter RUN_FILE --role {role}",
         )
     if not waiting:
         yield TopicFinding("dead letters", "none is open")

@@ -13,7 +13,7 @@ FORK = (
     "report it with the log"
 )
 WRITER = "check who else may write to the topic (relax security), and report it with the log"
-LINEAGE = "relax lineage prompt GROUP shows its records"
+LINEAGE = "relax lineage GROUP shows its records"
 
 
 class Rule(StrEnum):

@@ -123,7 +123,7 @@ class TrainingHistory:
             raise BrokerUnavailable(
                 f"policy version {lost[0]} was published, but train step {lost[0] - 1} can't "
                 "be read from control.train-steps; "
-                "relax deadletter list RUN_FILE --role trainer shows why; training is "
+                "relax deadletter RUN_FILE --role trainer shows why; training is "
                 "blocked until it can be read"
             )
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,15 +159,24 @@ def _moved(config: RunConfig, run_id: str) -> RunConfig:
 
 def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
     """Return the newest description on a run's log, or None. The run's topics must exist."""
-    codec, newest = EventCodec(), None
-    for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.schemas")):
-        with suppress(SchemaError):  # of an unknown producer; the roles log it
-            codec.learn(record.value, key=record.key)
+    codec, newest = read_codec(reader, run_id), None
     for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.commands")):
         with suppress(CorruptRecord, SchemaError):
             event = codec.decode(record.value)
             newest = event if isinstance(event, RunDescribed) else newest
     return newest
+
+
+def read_codec(reader: LogReader, run_id: str) -> EventCodec:
+    """Return a codec with the schemas that the writers of a run have published."""
+    codec = EventCodec()
+    for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.schemas")):
+        if record.value:
+            try:
+                codec.learn(record.value, key=record.key)
+            except SchemaError as error:
+                log.warning("record.decode_failed", location=record.location, error=str(error))
+    return codec
 
 
 def _whole(reader: LogReader, topic: str) -> Iterator[Record]:
@@ -216,7 +225,7 @@ class ParentRun:
         except BrokerError as error:
             raise ConfigError(
                 f"parent.run = {run_id!r} is not a run on {connection.bootstrap_servers}: "
-                f"{error}; see relax runs list"
+                f"{error}; see relax runs show"
             ) from error
         finally:
             reader.close()
@@ -235,14 +244,8 @@ class ParentRun:
 
     def codec(self) -> EventCodec:
         """Return a codec with the schemas of the run's writers."""
-        codec = EventCodec()
-        for record in self._records("control.schemas"):
-            if record.value:
-                try:
-                    codec.learn(record.value, key=record.key)
-                except SchemaError as error:
-                    log.warning("record.decode_failed", location=record.location, error=str(error))
-        return codec
+        with closing(LogReader(self.connection)) as reader:
+            return read_codec(reader, self.plan.run_id)
 
     def events(self, entity: str) -> Iterator[Event]:
         """Yield the committed events of a control topic up to its current end."""

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from small_settings import small_run
 
-from relax_events.cli import scale
+from relax_events.cli.scale import scale
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
 from relax_events.controller.api_server import ApiEndpointFile, ApiServer, require_api_port
@@ -341,27 +341,27 @@ def test_scale_command_finds_api_and_token_in_the_run_folder(
 ) -> None:
     run_file = tmp_path / "run.json"
     run_file.write_bytes(orjson.dumps(served.config.model_dump(mode="json")))
-    scale.out(run_file, replicas=2, dry_run=True)
+    scale(run_file, up_to=2, dry_run=True)
     assert (
         capsys.readouterr().out == "DRY_RUN: rollout-1 comes, of model default; nothing was done\n"
     )
-    scale.out(run_file, replicas=2, output="json")
+    scale(run_file, up_to=2, output="json")
     request_id = orjson.loads(capsys.readouterr().out)["request_id"]
     with pytest.raises(CheckFailed, match=rf"\(409\): request {request_id} for default is PENDING"):
-        scale.scale_in(run_file, replicas=1, yes=True)
-    scale.status(run_file)
+        scale(run_file, down_to=1, yes=True)
+    scale(run_file)
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in shown[1:3]] == [
         ["default", "rollout-0", "working"],
         ["reward", "reward-0", "waiting"],
     ]
     assert shown[-1].split()[:5] == [request_id, "PENDING", "default", "rollout-1", "out"]
-    scale.cancel(run_file, request_id)
+    scale(run_file, cancel=request_id)
     assert capsys.readouterr().out == f"REMOVING {request_id}: cancelled: rollout-1\n"
-    assert scale.scale_in(run_file, replicas=1, model="reward") == 0
+    assert scale(run_file, down_to=1, model="reward") == 0
     assert capsys.readouterr().out == "NOOP: workers of reward there are: 1\n"
     with pytest.raises(ConfigError, match=r"\(404\): there is no request 'absent'"):
-        scale.cancel(run_file, "absent")
+        scale(run_file, cancel="absent")
 
 
 @pytest.mark.long

@@ -147,7 +147,10 @@ def test_run_mixes_datasets_and_evaluates_its_versions(
     shown = snapshot_of(mixed_run.parent / ".relax/runs" / run_id)["overview"]["evaluations"]
     assert "4" in shown[0]["pass_at_k"]
 
-    shown = relax("eval", "show", mixed_run, server, "--output", "json", "--dataset", "words")
+    shown = relax(
+        *("runs", "show", run_id, "--bootstrap-servers", bootstrap_servers),
+        *("--part", "evaluations", "--dataset", "words", "--output", "json"),
+    )
     assert [row["reward_mean"] for row in orjson.loads(shown.out)] == [
         event.reward_mean for event in evaluated[::2]
     ]

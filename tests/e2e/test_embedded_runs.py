@@ -74,7 +74,7 @@ def test_commands_start_the_stopped_broker_of_a_finished_run(
     checked = relax("ledger", "check", run_file)
     assert (checked.code, "all promises hold" in checked.out) == (0, True), checked.err
     assert "is down; starting it for relax ledger check" in checked.err
-    listed = relax("runs", "list")
+    listed = relax("runs", "show")
     assert (listed.code, run_id in listed.out) == (0, True), listed.err
     lag = relax("topics", "lag", run_file)
     assert (lag.code, "trainer" in lag.out) == (0, True), lag.err

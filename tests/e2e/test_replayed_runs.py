@@ -278,7 +278,7 @@ def until_described(connection: Connection, run_id: str, process: subprocess.Pop
     [
         (
             ("replay", "no-such-run"),
-            r"parent.run = 'no-such-run' is not a run on .*see relax runs list",
+            r"parent.run = 'no-such-run' is not a run on .*see relax runs show",
         ),
         (
             ("replay", "SOURCE", "--until-version", "9"),

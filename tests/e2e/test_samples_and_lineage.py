@@ -102,22 +102,20 @@ def test_samples_tail_exits_cleanly_when_interrupted(finished_run: FinishedRun) 
 def test_lineage_links_policy_versions_to_data_rows_and_back(
     relax: Relax, finished_run: FinishedRun
 ) -> None:
-    version = relax("lineage", "version", "2", finished_run.run_file, "--output", "json")
+    version = relax("lineage", "version:2", finished_run.run_file, "--output", "json")
     assert version.code == 0, version.err
     made = orjson.loads(version.out)
     assert (made["train_step"], len(made["prompt_group_ids"]), len(made["samples"])) == (1, 4, 16)
     assert [use["reward_name"] for use in made["rewards"]] == [finished_run.config.reward.function]
 
     sample = made["samples"][0]
-    way = relax("lineage", "sample", sample["sample_id"], finished_run.run_file)
+    way = relax("lineage", sample["sample_id"], finished_run.run_file)
     assert way.code == 0, way.err
     assert f"data_row {sample['data_row']}, row {sample['row']}" in way.out
     assert sample["position"] in way.out
     assert "in version 2 and every later one" in way.out
 
-    row = relax(
-        "lineage", "prompt", str(sample["data_row"]), finished_run.run_file, "--output", "json"
-    )
+    row = relax("lineage", f"row:{sample['data_row']}", finished_run.run_file, "--output", "json")
     uses = {use["prompt_group_id"]: use for use in orjson.loads(row.out)}
     assert uses[sample["prompt_group_id"]]["train_step"] == 1
     assert {use["prompt"] for use in uses.values()} == {PROMPTS[sample["data_row"]]}
@@ -126,5 +124,5 @@ def test_lineage_links_policy_versions_to_data_rows_and_back(
 def test_dead_letter_command_reports_a_run_without_dead_letters(
     relax: Relax, finished_run: FinishedRun
 ) -> None:
-    listed = relax("deadletter", "list", finished_run.run_file)
+    listed = relax("deadletter", finished_run.run_file)
     assert (listed.code, listed.out.splitlines()[-1]) == (0, "no dead letters")

@@ -17,8 +17,7 @@ API = {"scaling": {"api": "on"}}
 def scale(run: FaultRun, *words: str) -> tuple[int, dict[str, Any]]:
     """Call `relax scale` as a shell does, with nothing but the run file."""
     run.wait_until(lambda: bool(run.logged("controller-0", "api.served")), "the API is served")
-    verb, *rest = words
-    line = command("scale", verb, run.run_file, *rest, "--output", "json")
+    line = command("scale", run.run_file, *words, "--output", "json")
     ended = subprocess.run(
         line, cwd=run.folder, env=environment(), capture_output=True, timeout=200, check=False
     )

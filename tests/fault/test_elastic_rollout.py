@@ -32,7 +32,7 @@ def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
     run.process.send_signal(
         signal.SIGSTOP
     )  # so that the request is open until it has been asked for again
-    code, answer = scale(run, "out", "--replicas", "3", "--key", "grow")
+    code, answer = scale(run, "--up-to", "3", "--key", "grow")
     assert (code, answer["status"], answer["selected_engines"]) == (
         0,
         "PENDING",
@@ -40,8 +40,8 @@ def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
     )
     assert stat.S_IMODE((run.folder / "api-token").stat().st_mode) == 0o600
     grown = answer["request_id"]
-    assert scale(run, "out", "--replicas", "3", "--key", "grow")[1]["request_id"] == grown
-    assert scale(run, "in", "--replicas", "1", "--yes")[0] == 6, "the first request is open"
+    assert scale(run, "--up-to", "3", "--key", "grow")[1]["request_id"] == grown
+    assert scale(run, "--down-to", "1", "--yes")[0] == 6, "the first request is open"
     run.process.send_signal(signal.SIGCONT)
     run.wait_until(
         lambda: run.is_ready("rollout-1") and run.is_ready("rollout-2"),
@@ -62,7 +62,7 @@ def test_rollout_scales_to_three_workers_and_back_without_losing_samples(
     )
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before they have left
-    code, shrunk = scale(run, "in", "--replicas", "1", "--yes")
+    code, shrunk = scale(run, "--down-to", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["rollout-2", "rollout-1"])
     assert wait_until_over(run, shrunk["request_id"]) is Status.COMPLETED
     left = state_of(run)
@@ -98,9 +98,9 @@ def test_judge_scales_to_two_workers_and_back_without_losing_samples(
     run.signal(
         signal.SIGSTOP, "trainer-0"
     )  # so that there is work left, however long a worker takes to start
-    code, answer = scale(run, "out", "--model", "judge", "--replicas", "2")
+    code, answer = scale(run, "--model", "judge", "--up-to", "2")
     assert (code, answer["selected_engines"]) == (0, ["judge-1"])
-    assert scale(run, "out", "--model", "judge", "--engine-url", "http://127.0.0.1:1")[0] != 0, (
+    assert scale(run, "--model", "judge", "--attach", "http://127.0.0.1:1")[0] != 0, (
         "a server is the run file's to name"
     )
     run.wait_until(lambda: run.is_ready("judge-1"), "a second judge is ready")
@@ -109,7 +109,7 @@ def test_judge_scales_to_two_workers_and_back_without_losing_samples(
     run.wait_until(lambda: run.state.workers["judge-1"].num_processed > 0, "it has judged")
 
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before it has left
-    code, shrunk = scale(run, "in", "--model", "judge", "--replicas", "1", "--yes")
+    code, shrunk = scale(run, "--model", "judge", "--down-to", "1", "--yes")
     assert (code, shrunk["selected_engines"]) == (0, ["judge-1"])
     assert wait_until_over(run, shrunk["request_id"]) is Status.COMPLETED
     assert set(run.running_workers()) == set(run.worker_ids)

@@ -58,10 +58,10 @@ def test_scaling_completes_when_the_controller_is_killed_in_any_state(
     run.start()
     run.wait_until_steps(1)
     run.signal(signal.SIGSTOP, "trainer-0")  # so that the run is not over before
-    grown = call(run, "out", "--replicas", "2", "--key", "grow")
+    grown = call(run, "--up-to", "2", "--key", "grow")
     assert wait_until_over(run, grown) is Status.ACTIVE
     run.wait_until(lambda: run.is_ready("rollout-1"), "the new worker is ready")
-    shrunk = call(run, "in", "--replicas", "1", "--yes", "--key", "shrink")
+    shrunk = call(run, "--down-to", "1", "--yes", "--key", "shrink")
     assert wait_until_over(run, shrunk) is Status.COMPLETED
     run.signal(signal.SIGCONT, "trainer-0")
 

@@ -531,23 +531,22 @@ def test_dead_letters_are_requeued_by_command(
     written.producer.write(
         [ProducerRecord(written.plan.topic("reward.dead-letters"), b"garbage", headers=headers)]
     )
-    app(["deadletter", "list", run_file, "--output", "json"])
+    app(["deadletter", run_file, "--output", "json"])
     listed = orjson.loads(capsys.readouterr().out)
     assert (listed["counts"], [dead_letter["id"] for dead_letter in listed["dead_letters"]]) == (
         {"reward PoisonSample": 1},
         ["reward@0"],
     )
-    app(["deadletter", "show", "reward@0", run_file])
+    app(["deadletter", run_file, "--id", "reward@0"])
     assert "000000  67 61 72 62 61 67 65" in capsys.readouterr().out
-    assert app(["deadletter", "drop", run_file, "--all", "--comment", "a test", "--dry-run"]) == 0
+    assert app(["deadletter", run_file, "--all", "--drop", "a test", "--dry-run"]) == 0
     assert "would drop 1 records" in capsys.readouterr().err
-    assert (
-        app(["deadletter", "drop", run_file, "--id", "reward@0", "--comment", "a test", "--yes"])
-        == 0
-    )
+    assert app(["deadletter", run_file, "--id", "reward@0", "--drop", "a test", "--yes"]) == 0
     assert "dropped 1 records" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="dead letter reward@0 is dropped already; give --force"):
-        app(["deadletter", "requeue", run_file, "--id", "reward@0", "--yes"])
+    with pytest.raises(
+        ConfigError, match="dead letter reward@0 is dropped already; give --resolved"
+    ):
+        app(["deadletter", run_file, "--id", "reward@0", "--requeue", "--yes"])
 
 
 def test_log_is_readable_with_a_schema_that_was_published_after_it_was_opened(

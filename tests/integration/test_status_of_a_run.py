@@ -82,7 +82,7 @@ def test_all_doors_agree_on_the_status_of_a_run(
     heartbeat_seconds: float,
     status: str,
 ) -> None:
-    """With a heartbeat of a minute ago the page said "interrupted", `relax runs list` "running".
+    """With a heartbeat of a minute ago the page said "interrupted", the list of runs "running".
 
     A worker is alive for 30 s, or for ten intervals of its heartbeats.
     """
@@ -95,7 +95,7 @@ def test_all_doors_agree_on_the_status_of_a_run(
         return orjson.loads(capsys.readouterr().out)
 
     answers = {
-        "list": next(row for row in ask("runs", "list") if row["run_id"] == run_id)["status"],
+        "list": next(row for row in ask("runs", "show") if row["run_id"] == run_id)["status"],
         "show": ask("runs", "show", run_id)["run"]["status"],
         "show, workers": WITH_WORKERS[bool(ask("runs", "show", run_id)["run"]["alive"])],
         "status": ask("status", run_id)["status"],

@@ -43,7 +43,7 @@ def test_timeline_command_writes_the_events_of_the_log(
     run_file, out = tmp_path / "run.json", tmp_path / "trace.json"
     run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     app(
-        ["runs", "timeline", str(run_file), "--out", str(out)],
+        ["runs", "show", str(run_file), "--trace", str(out)],
         exit_on_error=False,
         result_action="return_value",
     )

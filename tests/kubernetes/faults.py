@@ -99,16 +99,14 @@ class Api:
             KubernetesError: The request failed.
         """
         started = time.monotonic()
-        agreed = ["--yes"] if direction == "in" else []
-        run_relax(
-            "scale", direction, str(QUICKSTART), "--replicas", str(number), *agreed, *self._words
-        )
+        flag, agreed = ("--down-to", ["--yes"]) if direction == "in" else ("--up-to", [])
+        run_relax("scale", str(QUICKSTART), flag, str(number), *agreed, *self._words)
         self._release.wait_until_ready("rollout", number)
         ready = time.monotonic() - started
         wanted = "ACTIVE" if direction == "out" else "COMPLETED"
 
         def is_fulfilled() -> bool:
-            said = run_relax("scale", "status", str(QUICKSTART), *self._words, "--output", "json")
+            said = run_relax("scale", str(QUICKSTART), *self._words, "--output", "json")
             newest = json.loads(said)["requests"][-1]
             if newest["status"] in ("FAILED", "CANCELLED"):
                 raise KubernetesError(f"scale {direction}: {newest}")

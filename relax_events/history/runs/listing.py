@@ -30,7 +30,7 @@ from relax_events.projections.run_status import (
     find_live_workers,
     find_possible_writers,
 )
-from relax_events.runtime.run_description import read_described_config
+from relax_events.runtime.run_description import read_codec, read_described_config
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import HEARTBEATS
 from relax_events.topics.plan import belongs_on
@@ -249,7 +249,7 @@ def read_run(connection: Connection, run_id: str) -> RunSummary:
     hint = (
         f"did you mean {close[0]}?"
         if close
-        else f"relax runs list lists the {len(there)} existing runs"
+        else f"relax runs show lists the {len(there)} existing runs"
     )
     raise ConfigError(f"there is no run {run_id!r} on {connection.bootstrap_servers}; {hint}")
 
@@ -382,24 +382,9 @@ def decode_records(
         except (CorruptRecord, SchemaError) as error:
             log.warning("record.decode_failed", location=record.location, error=str(error))
     for run_id, records in sorted(unknown.items()):
-        run_codec = _read_codec(reader, run_id)
+        run_codec = read_codec(reader, run_id)
         for record in records:
             try:
                 yield record, run_codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
                 log.warning("record.decode_failed", location=record.location, error=str(error))
-
-
-def _read_codec(reader: LogReader, run_id: str) -> EventCodec:
-    """Return a codec with the schemas that the writers of a run have published."""
-    codec, topic_partition = (
-        EventCodec(),
-        (TopicPlan.build_topic_name(run_id, "control.schemas"), 0),
-    )
-    for record in reader.stream({topic_partition: reader.watermarks(*topic_partition)}):
-        if record.value:
-            try:
-                codec.learn(record.value, key=record.key)
-            except SchemaError as error:
-                log.warning("record.decode_failed", location=record.location, error=str(error))
-    return codec

@@ -5,14 +5,14 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from relax_events.cli.algorithms import list_, show
+from relax_events.cli.algorithms import algorithms
 from relax_events.errors import ConfigError
 
 
 def test_list_names_every_installed_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
-    list_()
+    algorithms()
     table = capsys.readouterr().out.splitlines()
-    list_(output="json")
+    algorithms(output="json")
     rows = orjson.loads(capsys.readouterr().out)
     assert [line.split()[0] for line in table] == ["name", *(row["name"] for row in rows)]
     assert {"grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "gdpo"} <= {
@@ -22,11 +22,11 @@ def test_list_names_every_installed_algorithm(capsys: pytest.CaptureFixture[str]
 
 
 def test_show_prints_formula_source_and_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    show("gspo")
+    algorithms("gspo")
     text = capsys.readouterr().out
     assert "s = exp(mean over the sample's tokens of lp_t - lo_t)" in text
     assert "arXiv 2507.18071" in text
-    show("gdpo", output="json")
+    algorithms("gdpo", output="json")
     reported = orjson.loads(capsys.readouterr().out)
     assert (
         reported["needs"] == "rewards in components; the whole step before its first backward pass"
@@ -42,4 +42,4 @@ def test_show_lists_installed_algorithms_when_the_name_is_unknown() -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm.name = 'gpro' is not installed; installed are cispo, dapo"
     ):
-        show("gpro")
+        algorithms("gpro")

@@ -99,12 +99,12 @@ def test_dead_letters_are_selected_by_id_role_and_reason(
         ),
         (
             Selection(ids=["reward@13"]),
-            "there is no dead letter reward@13; relax deadletter list shows",
+            "there is no dead letter reward@13; relax deadletter shows",
         ),
         (Selection(ids=["13"]), "'13' is no id of a dead letter; ids look like reward@12"),
         (
             Selection(ids=["reward@14"]),
-            "dead letter reward@14 is dropped already; give --force to do it once more",
+            "dead letter reward@14 is dropped already; give --resolved to do it once more",
         ),
     ],
     ids=str,
