@@ -360,7 +360,7 @@ def _metric_rows(families: Iterable[Metric]) -> str:
 def rewards_page() -> str:
     """Every installed reward."""
     lead = (
-        "The names that `reward.function` accepts, as `relax rewards show NAME` prints them. "
+        "The names that `reward.function` accepts, as `relax rewards NAME` prints them. "
         "Options go into `[reward.options]`."
     )
     parts = ["# Rewards", lead, WHAT_IS_RETURNED]

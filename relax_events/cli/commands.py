@@ -64,8 +64,8 @@ COMMANDS = {
         ),
     ),
     "samples": (
-        "relax_events.cli.samples:app",
-        "Inspect samples and their outcomes: tail, show, export, trace.",
+        "relax_events.cli.samples:samples",
+        "Follow, show and export samples with their outcomes.",
     ),
     "runs": (
         "relax_events.cli.runs:app",
@@ -80,16 +80,16 @@ COMMANDS = {
         "Trace weights to their training data and back, by version, sample, prompt group or row.",
     ),
     "rewards": (
-        "relax_events.cli.rewards:app",
-        "Try and compare reward functions: list, show, score, compare, rescore.",
+        "relax_events.cli.rewards:rewards",
+        "List, describe, try and compare reward functions.",
     ),
     "deadletter": (
         "relax_events.cli.deadletter:deadletter",
         "List, show, requeue and drop records that a role could not process.",
     ),
     "schemas": (
-        "relax_events.cli.schemas:app",
-        "Show and check the event schemas: check, diff, show, release.",
+        "relax_events.cli.schemas:schemas",
+        "Show, compare, check and release the event schemas.",
     ),
     "ledger": (
         "relax_events.cli.ledger:app",

@@ -20,14 +20,6 @@ Output = Annotated[
     Literal["table", "json"], Parameter(help="A table to read, or JSON for programs.")
 ]
 Yes = Annotated[bool, Parameter(help="Don't ask.")]
-Versions = Annotated[
-    str, Parameter(help="Only samples of these policy versions: 3, 3..7, 3.. or ..7.")
-]
-RewardName = Annotated[str, Parameter(help="An installed reward, or path/to/file.py:function.")]
-RewardOptions = Annotated[
-    list[str] | None,
-    Parameter(help="A setting of the function, NAME=VALUE; may be given several times."),
-]
 
 
 @Parameter(name="*")

@@ -4,119 +4,144 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import App
+from cyclopts import Parameter
 
-from relax_events.cli.parameters import (
-    DEFAULT_BROKER,
-    BrokerOptions,
-    Output,
-    Overrides,
-    RewardName,
-    RewardOptions,
-    RunFile,
-    Versions,
-)
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output
 from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
     from relax_events.config import RewardConfig, RunConfig
-    from relax_events.rewards.comparison import Comparison
+    from relax_events.objects import ObjectStore
+    from relax_events.rewards.comparison import Comparison, Scorer
+    from relax_events.rewards.pool import RewardItem
+    from relax_events.rewards.trial import Completion, FunctionScorer
 
 LINE_SECONDS = 5.0
-NUM_EXAMPLES = 10
-app = App(
-    name="rewards",
-    help=(
-        "List the installed reward functions, inspect one, and try them on completions."
-        "\n\nExample: relax rewards list"
-    ),
-)
+Settings = Annotated[list[str] | None, Parameter(negative="")]
 
 
-@app.command(name="list")
-def list_rewards(*, output: Output = "table") -> None:
-    """List the rewards that are installed, with what each checks.
-
-    Example: relax rewards list
-    """
-    from relax_events.cli.output import print_rows
-    from relax_events.rewards.registry import describe_reward, reward_names
-
-    rewards = [describe_reward(name) for name in reward_names()]
-    rows = [[reward.name, reward.scores, reward.summary] for reward in rewards]
-    print_rows(["name", "scores", "summary"], rows, output)
-
-
-@app.command
-def show(name: RewardName, *, output: Output = "table") -> None:
-    """Show a reward: what it gives, the metadata it reads, its options, its source.
-
-    Example: relax rewards show math
-
-    This loads the file of a reward of your own.
-    """
-    from relax_events.cli.output import print_json
-    from relax_events.cli.reward_rendering import print_description
-    from relax_events.rewards.registry import describe_reward
-
-    reward = describe_reward(name)
-    if output == "json":
-        print_json(asdict(reward))
-    else:
-        print_description(reward)
-
-
-@app.command
-def score(
-    name: RewardName,
+def rewards(
+    name: str = "",
+    second: str = "",
     *,
     completion: str | None = None,
     answer: str = "",
     prompt: str = "",
     metadata: str = "{}",
     jsonl: Path | None = None,
-    option: RewardOptions = None,
+    run: str = "",
+    keep: str = "",
+    option: Settings = None,
+    second_option: Settings = None,
+    version: str = "",
+    threshold: float | None = None,
+    limit: int = 10,
+    workers: int | None = None,
+    fail_below: float | None = None,
+    trust_source: bool = False,
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> int:
-    """Score completions as a run would, and show the answer that was found in each and why it is
-    right or wrong.
+    """List the installed rewards, or describe one. Score completions by it as a run would, and show
+    why each is right or wrong; compare two on the samples of a run; or keep new scores of a run.
 
-    Example: relax rewards score math --completion Answer:100 --answer 100
+    Example: relax rewards math --completion Answer:100 --answer 100 && relax rewards math gsm8k
+        --run quickstart
 
-    The exit code is 6 when a completion could not be scored.
+    A description or a score loads the file of a reward of your own. The limits of `[reward]` are
+    those of the run file, where the run is named by its id the defaults; the run's own function has
+    its options. The exit code is 6 when a completion could not be scored.
 
     Args:
-        completion: What a model wrote; - reads it from stdin.
+        name: An installed reward, or path/to/file.py:function.
+        second: Compare with this one: count where they differ, and show examples with what each
+            has read in them. Nothing is written.
+        completion: Score what a model wrote; - reads it from stdin.
         answer: The reference answer.
         prompt: Text of the prompt.
         metadata: Of the sample, a JSON object.
-        jsonl: Instead of these a file with an object a line: completion, answer, prompt, metadata.
+        jsonl: Score a file with an object a line: completion, answer, prompt, metadata.
+        run: Score the samples of this run, by its id or its run file.
+        keep: Keep the scores of a run's samples on the topic `reward.scores.NAME`, and compare them
+            with the recorded ones. A second call continues where the first stopped.
+        option: A setting of the function, NAME=VALUE; may be given several times.
+        second_option: A setting of the second function.
+        version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
+        threshold: Rewards from here on count as good, and only good and bad differ; without it the
+            rewards themselves are compared.
+        limit: So many examples, those that differ most.
+        workers: Child processes that run the function; by default `reward.processes`.
+        fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
+        trust_source: Don't ask about what the options of the run's own function name, where only
+            the run's log says them.
     """
+    from relax_events.cli.reward_rendering import print_comparison
+    from relax_events.rewards.pool import RewardItem
+    from relax_events.rewards.trial import parse_metadata, read_items
+
+    inputs = {"--completion": completion, "--jsonl": jsonl, "--run": run or None}
+    flags = [flag for flag, value in inputs.items() if value is not None]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} exclude each other; give one of them")
+    if second and flags not in (["--jsonl"], ["--run"]):
+        raise ConfigError("two functions are compared on --run or on --jsonl; give one of them")
+    if not flags:
+        _describe(name, output)
+        return 0
+    if not name:
+        raise ConfigError(f"no function is named for {flags[0]}; `relax rewards` lists them")
+    if not second and not run:
+        if jsonl is not None:
+            return _score(name, list(read_items(jsonl)), option, output, is_one=False)
+        text = sys.stdin.read() if completion == "-" else completion or ""
+        item = RewardItem("1", text, answer, parse_metadata(metadata, "--metadata"), prompt)
+        return _score(name, [item], option, output, is_one=True)
+    if limit < 0:
+        raise ConfigError(f"--limit must be >= 0, got {limit}")
+    if version and jsonl is not None:
+        raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
+    functions = [(name, option or [])] + ([(second, second_option or [])] if second else [])
+    comparing = _Comparing(functions, version, threshold, limit, workers)
+    facts: dict[str, str] = {}
+    if jsonl is not None:
+        comparison = comparing.compare_texts(jsonl)
+    else:
+        comparison, facts = comparing.compare_samples(run, keep, broker, trusts=trust_source)
+    print_comparison(comparison, output, facts)
+    pearson = comparison.pearson
+    is_low = fail_below is not None and (pearson is None or pearson < fail_below)
+    return CheckFailed.exit_code if is_low else 0
+
+
+def _describe(name: str, output: Output) -> None:
+    from relax_events.cli.output import print_json, print_rows
+    from relax_events.cli.reward_rendering import print_description
+    from relax_events.rewards.registry import describe_reward, reward_names
+
+    if not name:
+        rewards = [describe_reward(name) for name in reward_names()]
+        rows = [[reward.name, reward.scores, reward.summary] for reward in rewards]
+        print_rows(["name", "scores", "summary"], rows, output)
+    elif output == "json":
+        print_json(describe_reward(name))
+    else:
+        print_description(describe_reward(name))
+
+
+def _score(
+    name: str, items: list[RewardItem], option: Settings, output: Output, *, is_one: bool
+) -> int:
     from relax_events.cli.output import print_json
     from relax_events.cli.reward_rendering import print_all_scored, print_scored
     from relax_events.config import RewardConfig
-    from relax_events.rewards.pool import RewardItem
-    from relax_events.rewards.trial import (
-        FunctionScorer,
-        parse_metadata,
-        read_items,
-        replace_function,
-        split_into_batches,
-    )
+    from relax_events.rewards.trial import FunctionScorer, replace_function, split_into_batches
 
-    if (completion is None) == (jsonl is None):
-        raise ConfigError("give either --completion or --jsonl")
-    if jsonl is not None:
-        items = list(read_items(jsonl))
-    else:
-        text = sys.stdin.read() if completion == "-" else completion or ""
-        items = [RewardItem("1", text, answer, parse_metadata(metadata, "--metadata"), prompt)]
     with FunctionScorer(replace_function(RewardConfig(), name, option or [])) as scorer:
         scored = [
             scorer.describe(one.item, result)
@@ -124,161 +149,97 @@ def score(
             for one, result in zip(batch, scorer.score(batch), strict=True)
         ]
     if output == "json":
-        print_json([asdict(one) for one in scored])
-    elif jsonl is None:
+        print_json(scored)
+    elif is_one:
         print_scored(scored[0])
     else:
         print_all_scored(scored)
     return CheckFailed.exit_code if any(one.error is not None for one in scored) else 0
 
 
-@app.command
-def compare(
-    first: RewardName,
-    second: RewardName,
-    *,
-    run: str = "",
-    jsonl: Path | None = None,
-    first_option: list[str] | None = None,
-    second_option: list[str] | None = None,
-    version: Versions = "",
-    threshold: float | None = None,
-    limit: int = 10,
-    trust_source: bool = False,
-    broker: BrokerOptions = DEFAULT_BROKER,
-    output: Output = "table",
-) -> None:
-    """Score the samples of a run by two reward functions, count where they differ, and show
-    examples with what each has read in them.
-
-    Example: relax rewards compare math gsm8k --run quickstart
-
-    Nothing is written; `relax rewards rescore` keeps scores. The limits of `[reward]` are those of
-    the run file, where the run is named by its id the defaults; the run's own function has its
-    options.
-
-    Args:
-        run: Id of the run, or its run file.
-        jsonl: Instead of a run a file with an object a line: completion, answer, prompt, metadata.
-        first_option: A setting of the first function, NAME=VALUE; may be given several times.
-        second_option: A setting of the second function.
-        threshold: Rewards from here on count as good, and only good and bad differ; without it the
-            rewards themselves are compared.
-        limit: So many examples, those that differ most.
-        trust_source: Don't ask about what the options of the run's own function name, where only
-            the run's log says them.
+@dataclass(frozen=True)
+class _Comparing:
+    """How two scorers are compared: one or two functions, each with its options; one function is
+    compared with a run's recorded scores.
     """
-    from relax_events.cli.reward_rendering import print_comparison
-    from relax_events.cli.run_reader import note_unreadable
-    from relax_events.config import RewardConfig
-    from relax_events.history.run_log import RunLog
-    from relax_events.history.samples.filter import parse_bounds
-    from relax_events.ops.rescoring import read_completions
-    from relax_events.rewards.comparison import compare_scores
-    from relax_events.rewards.trial import (
-        FunctionScorer,
-        read_items,
-        replace_function,
-        split_into_batches,
-    )
 
-    if bool(run) == (jsonl is not None):
-        raise ConfigError("give either --run or --jsonl")
-    if limit < 0:
-        raise ConfigError(f"--limit must be >= 0, got {limit}")
-    if version and jsonl is not None:
-        raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
-    versions = parse_bounds(version, flag="--version")
-    with ExitStack() as stack:
-        limits = RewardConfig()
-        if not jsonl:
+    functions: Sequence[tuple[str, Sequence[str]]]
+    version: str
+    threshold: float | None
+    num_examples: int
+    workers: int | None
+
+    def compare_texts(self, jsonl: Path) -> Comparison:
+        """Compare two functions on the completions of a file."""
+        from relax_events.config import RewardConfig
+        from relax_events.rewards.trial import read_items, split_into_batches
+
+        with ExitStack() as stack:
+            first, second = self._open(stack, RewardConfig(), None)
+            return self._compare(split_into_batches(read_items(jsonl)), first, second)
+
+    def compare_samples(
+        self, run: str, keep: str, broker: BrokerOptions, *, trusts: bool
+    ) -> tuple[Comparison, dict[str, str]]:
+        """Compare on a run's samples, and return the comparison with the topic of kept scores."""
+        from relax_events.cli.run_reader import is_run_file, note_unreadable
+        from relax_events.history.run_log import RunLog
+        from relax_events.history.samples.filter import parse_bounds
+        from relax_events.objects import ObjectStore
+        from relax_events.ops.rescoring import RecordedScores, open_kept_scores, read_completions
+
+        if bool(keep) == (len(self.functions) == 2) or (keep and not is_run_file(run)):
+            raise ConfigError(
+                "give a second function to compare with, or --keep NAME and the run's file to keep "
+                "the scores of one"
+            )
+        versions = parse_bounds(self.version, flag="--version")
+        with ExitStack() as stack:
             settings = stack.enter_context(broker.open_run(run, name="rewards"))
             log = stack.enter_context(RunLog(settings, name="rewards"))
             stack.callback(note_unreadable, log)
-            limits = _find_section(log.config, run, (first, second), broker, trusts=trust_source)
-        scorers = [
-            stack.enter_context(FunctionScorer(replace_function(limits, name, options or [])))
-            for name, options in ((first, first_option), (second, second_option))
+            names = tuple(name for name, _ in self.functions)
+            limits = _find_section(log.config, run, names, broker, trusts=trusts)
+            objects = log.config.objects
+            store = (
+                ObjectStore.open(log.config.objects_uri, uri_aliases=objects.uri_aliases)
+                if is_run_file(run)
+                else None
+            )
+            scorers = self._open(stack, limits, store)
+            completions = read_completions(log, versions, scorers)
+            if not keep:
+                return self._compare(completions, *scorers), {}
+            kept = stack.enter_context(open_kept_scores(log, scorers[0], keep))
+            comparison = self._compare(completions, RecordedScores(log, versions), kept)
+            counts = f"{kept.num_scored} samples scored, {kept.num_failed} of them failed"
+            print(f"{counts}, {kept.num_scored_before} were scored before", file=sys.stderr)
+            return comparison, {"topic": log.plan.topic(log.plan.scores_entity(keep))}
+
+    def _open(
+        self, stack: ExitStack, limits: RewardConfig, store: ObjectStore | None
+    ) -> list[FunctionScorer]:
+        from relax_events.rewards.trial import FunctionScorer, replace_function
+
+        sections = [
+            replace_function(limits, name, options, workers=self.workers)
+            for name, options in self.functions
         ]
-        comparison = compare_scores(
-            split_into_batches(read_items(jsonl))
-            if jsonl
-            else read_completions(log, versions, scorers),
-            *scorers,
-            threshold=threshold,
-            num_examples=limit,
+        return [stack.enter_context(FunctionScorer(section, store)) for section in sections]
+
+    def _compare(
+        self, batches: Iterable[list[Completion]], first: Scorer, second: Scorer
+    ) -> Comparison:
+        from relax_events.rewards.comparison import compare_scores
+
+        return compare_scores(
+            batches,
+            first,
+            second,
+            threshold=self.threshold,
+            num_examples=self.num_examples,
             report=report_progress(),
         )
-    print_comparison(comparison, output)
-
-
-@app.command
-def rescore(
-    config: RunFile,
-    *overrides: Overrides,
-    reward: str,
-    option: RewardOptions = None,
-    name: str | None = None,
-    version: Versions = "",
-    workers: int | None = None,
-    threshold: float | None = None,
-    fail_below: float | None = None,
-    output: Output = "table",
-) -> int:
-    """Score the samples of a run by another reward function, keep its scores on a topic of their
-    own, and compare them with the recorded ones.
-
-    Example: relax rewards rescore configs/quickstart.toml --reward exact_match --name strict
-
-    A second call continues where the first stopped. The limits of `[reward]` hold here too; its
-    options, weights and routes are those of the run's own function, and hold for that one only.
-
-    Args:
-        reward: A name that `relax rewards list` knows, or path/to/file.py:function.
-        name: Of the scores, for their topic `reward.scores.NAME`; by default after the function.
-        workers: Child processes that run the function; by default `reward.processes`.
-        threshold: Rewards from here on count as good, and only good and bad differ; without it the
-            rewards themselves are compared.
-        fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
-    """
-    from relax_events.cli.reward_rendering import print_comparison
-    from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.history.samples.filter import parse_bounds
-    from relax_events.objects import ObjectStore
-    from relax_events.ops.rescoring import (
-        RecordedScores,
-        default_scores_name,
-        open_kept_scores,
-        read_completions,
-    )
-    from relax_events.rewards.comparison import compare_scores
-    from relax_events.rewards.trial import FunctionScorer, replace_function
-
-    versions = parse_bounds(version, flag="--version")
-    scores_name = name or default_scores_name(reward)
-    with open_run_log(config, overrides, name="rewards") as log:
-        section = replace_function(_find_limits(log.config), reward, option or [], workers=workers)
-        store = ObjectStore.open(log.config.objects_uri, uri_aliases=log.config.objects.uri_aliases)
-        with (
-            FunctionScorer(section, store) as function,
-            open_kept_scores(log, function, scores_name) as kept,
-        ):
-            comparison = compare_scores(
-                read_completions(log, versions, [function]),
-                RecordedScores(log, versions),
-                kept,
-                threshold=threshold,
-                num_examples=NUM_EXAMPLES,
-                report=report_progress(),
-            )
-        note_unreadable(log)
-        topic = log.plan.topic(log.plan.scores_entity(scores_name))
-    counts = f"{kept.num_scored} samples scored, {kept.num_failed} of them failed"
-    print(f"{counts}, {kept.num_scored_before} were scored before", file=sys.stderr)
-    print_comparison(comparison, output, {"topic": topic})
-    pearson = comparison.pearson
-    is_low = fail_below is not None and (pearson is None or pearson < fail_below)
-    return CheckFailed.exit_code if is_low else 0
 
 
 def _find_limits(config: RunConfig) -> RewardConfig:
@@ -293,7 +254,7 @@ def _find_limits(config: RunConfig) -> RewardConfig:
 def _find_section(
     settings: RunConfig,
     run: str,
-    functions: tuple[str, str],
+    functions: Sequence[str],
     broker: BrokerOptions,
     *,
     trusts: bool,

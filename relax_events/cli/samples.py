@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
+from relax_events.cli.output import print_json
 from relax_events.cli.parameters import Output, Overrides, RunFile
-from relax_events.cli.sample_rendering import Which
+from relax_events.cli.sample_rendering import Which, print_line, print_sample, sample_document
 
 if TYPE_CHECKING:
     from relax_events.history.run_log import RunLog
-    from relax_events.history.samples.view import SampleLine
+    from relax_events.history.samples.view import SampleLine, SampleView
 
-app = App(
-    name="samples",
-    help=(
-        "Look at the samples of a run.\n\nExample: relax samples tail configs/quickstart.toml "
-        "--last 5 --no-follow"
-    ),
-)
 EVERYTHING = Which()
 
 
-@app.command
-def tail(
+def samples(
     config: RunFile,
     *overrides: Overrides,
     which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
@@ -36,34 +29,52 @@ def tail(
     last: int = 0,
     limit: int | None = None,
     follow: bool | None = None,
+    tokens: bool = False,
+    out: str = "",
+    exporter: str = "",
+    media: Path | None = None,
     output: Literal["table", "json"] = "table",
 ) -> None:
-    """Show samples as they are generated and scored, one line each; Ctrl-C ends it.
+    """Show samples as they are generated and scored, one line each, until Ctrl-C; one in full with
+    --sample; or export them with --out.
 
-    Example: relax samples tail configs/quickstart.toml --from beginning --reward 0.9.. --limit 20
+    Example: relax samples configs/quickstart.toml --from beginning --reward 0.9.. --limit 20
 
     Args:
         which: Which samples.
         from_: Start with the oldest sample, or with those that are generated from now on.
-        last: Start with so many of the newest samples that are there.
+        last: Start with so many of the newest samples that are there; export only these.
         limit: End after so many samples.
-        follow: Go on with what comes; by default unless the flags name a version, step, prompt
-            group or sample of the past.
-        output: A line to read, or a JSON object a line for programs.
+        follow: Go on with what comes; by default unless the flags name a version, step or prompt
+            group of the past.
+        tokens: Of one sample, add a table of all tokens with their log-probabilities, advantages
+            and loss mask; of an export, token ids, loss mask and rollout log-probabilities.
+        out: File to export to, .jsonl or .parquet, with media next to it; - writes JSON lines to
+            stdout.
+        exporter: What writes the rows: an installed exporter, or path/to/file.py:function; by
+            default the one of the file's suffix.
+        media: Folder for images, videos and audio; by default `<file>-media` next to the file.
+        output: Text to read, or JSON for programs: an object a line, or the sample.
     """
     from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
-    from relax_events.cli.sample_rendering import print_line
 
-    is_followed = not which.has_end if follow is None else follow
-    from_beginning = from_ == "beginning" or (not is_followed and not last)
-    with open_run_log(config, overrides, name="samples") as log, reader_may_leave():
-        for number, line in enumerate(
-            islice(
-                _lines(log, which, from_beginning=from_beginning, last=last, follow=is_followed),
-                limit,
-            )
-        ):
-            print_line(line, output, with_head=number == 0)
+    with open_run_log(config, overrides, name="samples") as log:
+        if out or exporter:
+            file = None if out in ("", "-") else Path(out)
+            views = islice(_views(log, which, last), limit)
+            with reader_may_leave() if file is None else nullcontext():
+                _export(log, views, file, exporter=exporter, media=media, tokens=tokens)
+        elif which.sample:
+            _show(log, which.sample, tokens, output)
+        else:
+            is_followed = not which.has_end if follow is None else follow
+            starts_first = from_ == "beginning" or (not is_followed and not last)
+            with reader_may_leave():
+                lines = _lines(
+                    log, which, from_beginning=starts_first, last=last, follow=is_followed
+                )
+                for number, line in enumerate(islice(lines, limit)):
+                    print_line(line, output, with_head=number == 0)
         note_unreadable(log)
 
 
@@ -86,81 +97,38 @@ def _lines(
         yield from follow_samples(log, selection, starts)
 
 
-@app.command
-def show(
-    sample_id: str,
-    config: RunFile,
-    *overrides: Overrides,
-    tokens: bool = False,
-    output: Output = "table",
-) -> None:
-    """Show a sample: the conversation, its reward, its outcome, and its tokens with --tokens.
-
-    Example: relax samples show 000000-0000-0/0 configs/quickstart.toml --tokens
-
-    Args:
-        sample_id: Such as 000012-0003-0/5.
-        tokens: Add a table of all tokens with their log-probabilities, advantages and loss mask.
-    """
-    from relax_events.cli.output import print_json
-    from relax_events.cli.run_reader import note_unreadable, open_run_log
-    from relax_events.cli.sample_rendering import print_sample, sample_document
+def _show(log: RunLog, sample_id: str, tokens: bool, output: Output) -> None:
     from relax_events.history.samples.detail import read_detail
 
-    with open_run_log(config, overrides, name="samples") as log:
-        detail = read_detail(log, sample_id, with_tokens=tokens)
-        note_unreadable(log)
+    detail = read_detail(log, sample_id, with_tokens=tokens)
     if output == "json":
         print_json(sample_document(detail))
     else:
         print_sample(detail)
 
 
-@app.command
-def export(
-    config: RunFile,
-    *overrides: Overrides,
-    output_file: Path | None = None,
-    which: Annotated[Which, Parameter(name="*")] = EVERYTHING,
-    tokens: bool = False,
-    media: Path | None = None,
-    last: int = 0,
-    limit: int | None = None,
-    exporter: str = "",
-) -> None:
-    """Write samples into a .jsonl or .parquet file, with their media next to it, or by another
-    exporter.
-
-    Example: relax samples export configs/quickstart.toml --output-file samples.jsonl --reward 0.9..
-
-    Args:
-        output_file: File to write; without it JSON lines go to stdout.
-        which: Which samples.
-        tokens: Add token ids, loss mask and rollout log-probabilities.
-        media: Folder for images, videos and audio; by default `<file>-media` next to the file.
-        last: Write only so many of the newest samples.
-        limit: End after so many samples.
-        exporter: What writes the rows: an installed exporter, or path/to/file.py:function; by
-            default the one of the file's suffix.
-    """
-    from relax_events.cli.run_reader import note_unreadable, open_run_log, reader_may_leave
+def _views(log: RunLog, which: Which, last: int) -> Iterator[SampleView]:
     from relax_events.history.samples.reader import read_last_samples, read_samples
-    from relax_events.reports.sample_export import export_samples
 
     selection = which.as_filter()
-    with open_run_log(config, overrides, name="samples") as log:
-        views = (
-            read_last_samples(log, selection, count=last) if last else read_samples(log, selection)
-        )
-        with reader_may_leave() if output_file is None else nullcontext():
-            rows = export_samples(
-                log,
-                islice(views, limit),
-                output_file,
-                exporter=exporter,
-                media=media,
-                tokens=tokens,
-            )
-        note_unreadable(log)
-    if output_file is not None:
-        print(f"wrote {rows.num_rows} samples to {output_file}, with {rows.num_media} media")
+    return (
+        iter(read_last_samples(log, selection, count=last))
+        if last
+        else read_samples(log, selection)
+    )
+
+
+def _export(
+    log: RunLog,
+    views: Iterable[SampleView],
+    file: Path | None,
+    *,
+    exporter: str,
+    media: Path | None,
+    tokens: bool,
+) -> None:
+    from relax_events.reports.sample_export import export_samples
+
+    rows = export_samples(log, views, file, exporter=exporter, media=media, tokens=tokens)
+    if file is not None:
+        print(f"wrote {rows.num_rows} samples to {file}, with {rows.num_media} media")

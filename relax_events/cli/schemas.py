@@ -4,125 +4,88 @@ each other.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cyclopts import App
-
 from relax_events.cli.output import agreed
-from relax_events.cli.parameters import Output, Overrides, Yes
-from relax_events.errors import CheckFailed
+from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output, Yes
+from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
     from relax_events.events.compatibility import Incompatibility
     from relax_events.events.schemas import Schema
 
-app = App(
-    name="schemas",
-    help="Show, compare, check and release the schemas of the log.\n\nExample: relax schemas check",
-)
 
-
-@app.command
-def check(
-    config: Path | None = None,
-    *overrides: Overrides,
+def schemas(
+    name: str = "",
+    *,
+    release: str = "current",
+    since: str = "",
+    check: bool = False,
+    run: str = "",
+    add: str = "",
     directory: Path | None = None,
+    dry_run: bool = False,
+    yes: Yes = False,
+    broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
 ) -> int:
-    """Prove that every release reads the current records and the reverse; exit code 6 when not.
+    """List the events of the log, or show one's fields, types, meaning and fingerprint; show how
+    the schemas have changed; or prove that every release reads the current records and the reverse.
 
-    Example: relax schemas check configs/quickstart.toml
+    Example: relax schemas SamplesRolledOut && relax schemas --check --run configs/quickstart.toml
 
     Args:
-        config: A run file, TOML: checks also against what the run's writers have published.
+        name: An event, by its short or full name.
+        release: A released version, or `current` for the current schemas.
+        since: Show how the release differs from this one.
+        check: Check the releases against each other; exit code 6 when they are incompatible.
+        run: Check also against what the writers of this run have published: its id, or its run
+            file.
+        add: Keep the current schemas as a release of this version, above all before it; all later
+            ones must stay compatible with it.
         directory: Folder of .avsc files with their releases; by default the installed ones.
+        dry_run: With --add: check, show what would be written, and write nothing.
     """
+    from relax_events.events.schemas import find_release, schema_directory
+
+    flags = {"NAME": name, "--since": since, "--check": check, "--add": add}
+    if len(chosen := [flag for flag, value in flags.items() if value]) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} exclude each other; give one of them")
+    if run and not check:
+        raise ConfigError("--run is for --check; add that, or leave it out")
+    folder = directory or schema_directory()
+    if check:
+        return _check(folder, run, broker, output)
+    if add:
+        return _add_release(folder, add, dry_run=dry_run, yes=yes)
+    current = find_release(folder, release)
+    if since:
+        _show_changes(find_release(folder, since).schemas, current.schemas, output)
+    elif name:
+        _show_event(current.find(name), output)
+    else:
+        _show_list(current.schemas, output)
+    return 0
+
+
+def _check(folder: Path, run: str, broker: BrokerOptions, output: Output) -> int:
     from relax_events.ops.schemas import check_releases, check_run, find_unreleased
 
-    folder = _folder(directory)
     problems = check_releases(folder)
-    if config is not None:
-        from relax_events.config import load_run_config
-        from relax_events.session.broker_address import attach
-
-        with attach(load_run_config(config, overrides), by="relax schemas") as settings:
+    if run:
+        with broker.open_run(run, name="schemas") as settings:
             problems += check_run(settings, folder)
     _show_problems(problems, find_unreleased(folder), output)
     return CheckFailed.exit_code if problems else 0
 
 
-@app.command
-def diff(
-    old: str, new: str = "current", *, directory: Path | None = None, output: Output = "table"
-) -> None:
-    """Show how the schemas of two releases differ.
-
-    Example: relax schemas diff 0.1.0 current
-
-    Args:
-        old: A released version, or `current`.
-        new: A released version, or `current` for the current schemas.
-        directory: Folder of .avsc files with their releases; by default the installed ones.
-    """
-    from relax_events.cli.output import print_rows
-    from relax_events.events.compatibility import changes
-    from relax_events.events.schemas import find_release
-
-    folder = _folder(directory)
-    rows = [
-        [change.schema, change.field, change.what]
-        for change in changes(find_release(folder, old).schemas, find_release(folder, new).schemas)
-    ]
-    print_rows(["schema", "field", "change"], rows, output)
-
-
-@app.command
-def show(
-    name: str = "",
-    *,
-    release: str = "current",
-    directory: Path | None = None,
-    output: Output = "table",
-) -> None:
-    """Show an event's fields, types, meaning and fingerprint; without a name, list the events.
-
-    Example: relax schemas show SamplesRolledOut
-
-    Args:
-        name: An event, by its short or full name.
-        release: A released version, or `current` for the current schemas.
-        directory: Folder of .avsc files with their releases; by default the installed ones.
-    """
-    from relax_events.events.schemas import find_release
-
-    schemas = find_release(_folder(directory), release)
-    if name:
-        _show_event(schemas.find(name), output)
-    else:
-        _show_list(schemas.schemas, output)
-
-
-@app.command(name="release")
-def add_release(
-    version: str, *, directory: Path | None = None, dry_run: bool = False, yes: Yes = False
-) -> int:
-    """Keep the current schemas as a release that all later ones must stay compatible with.
-
-    Example: relax schemas release 1.0.0 --dry-run
-
-    Args:
-        version: Of the release, above all before it.
-        directory: Folder of .avsc files with their releases; by default the checkout's.
-        dry_run: Check, show what would be written, and write nothing.
-    """
-    import sys
-
+def _add_release(folder: Path, version: str, *, dry_run: bool, yes: bool) -> int:
     from relax_events.events.schemas import write_release
     from relax_events.ops.schemas import build_release
 
-    folder = _folder(directory)
     release = build_release(folder, version)
     print(
         f"{len(release.schemas)} events will be released as {version} in {folder}", file=sys.stderr
@@ -135,10 +98,12 @@ def add_release(
     return 0
 
 
-def _folder(directory: Path | None) -> Path:
-    from relax_events.events.schemas import schema_directory
+def _show_changes(old: dict[str, Schema], new: dict[str, Schema], output: Output) -> None:
+    from relax_events.cli.output import print_rows
+    from relax_events.events.compatibility import changes
 
-    return directory or schema_directory()
+    rows = [[change.schema, change.field, change.what] for change in changes(old, new)]
+    print_rows(["schema", "field", "change"], rows, output)
 
 
 def _show_problems(problems: list[Incompatibility], unreleased: list[str], output: Output) -> None:

@@ -27,9 +27,9 @@ class ChosenReward(Section):
     """A reward function with its settings."""
 
     function: Code = "exact_match"
-    """A name that `relax rewards list` knows, or `path/to/file.py:function`."""
+    """A name that `relax rewards` knows, or `path/to/file.py:function`."""
     options: Options = Field(default_factory=dict)
-    """Settings of the function, passed as keyword arguments; `relax rewards show NAME` lists
+    """Settings of the function, passed as keyword arguments; `relax rewards NAME` lists
     them."""
     weights: Annotated[dict[str, Finite], Names.NOTHING] = Field(default_factory=dict)
     """Weights of the reward's components: the reward becomes their weighted sum. Empty uses the

@@ -4,7 +4,7 @@ identifies a schema by its CRC-64 fingerprint.
 The current schemas are the contract of the log. `schemas/released/<version>.json` holds every
 event's schema of one release, complete in itself, with its fingerprint: what a log written by that
 release may hold, and what its readers understand. Files are only ever added, by `relax schemas
-release`.
+--add`.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def read_releases(directory: Path) -> list[Release]:
     """Return the releases in a schema folder, oldest first; none is fine.
 
     Raises:
-        SchemaError: A file is not what `relax schemas release` wrote.
+        SchemaError: A file is not what `relax schemas --add` wrote.
     """
     return sorted(
         (_read_release(path) for path in (directory / FOLDER).glob("*.json")),

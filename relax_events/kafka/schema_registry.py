@@ -176,7 +176,7 @@ class RegistryClient:
         )
         if error.http_status_code in (CONFLICT, UNPROCESSABLE):
             return SchemaError(
-                f"{text}; `relax schemas check` names the change, or register under another "
+                f"{text}; `relax schemas --check` names the change, or register under another "
                 "registry"
             )
         if error.http_status_code in REFUSED:

@@ -7,7 +7,6 @@ both locally. Scored samples are not scored again: a second call continues where
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
@@ -34,16 +33,6 @@ from relax_events.rewards.trial import (
 from relax_events.session.broker_address import open_admin
 
 Results = dict[TrajectoryKey, Result]
-
-
-def default_scores_name(function: str) -> str:
-    """Return the default name of a reward function's scores: `gsm8k`, or `math-strict` for
-    `rewards/math.py:strict`.
-    """
-    path, _, name = function.rpartition(":")
-    stem = path.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-    text = f"{stem}-{name}" if stem else name
-    return re.sub("[^a-z0-9_-]", "-", text.lower()).strip("-_")[:48]
 
 
 def read_completions(

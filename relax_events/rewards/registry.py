@@ -63,8 +63,7 @@ def reward(
         prepare: Called once before the first call, outside of its time limit, for slow imports.
         require: Called with the options before `prepare`; raises EnvironmentProblem if this machine
             lacks a requirement.
-        explain: Called with the function's arguments; explains the reward for `relax rewards
-            score`.
+        explain: Called with the function's arguments; explains the reward for `relax rewards`.
     """
     facts = RewardInfo(source, metadata or {}, packages, prepare, require, explain)
 

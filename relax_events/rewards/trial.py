@@ -78,8 +78,8 @@ class FunctionScorer(RewardPool):
         """
         if self.takes_prompt_group and any(one.sample is None for one in batch):
             raise ConfigError(
-                f"{self.name} scores prompt groups, which texts are not; use relax rewards compare "
-                "--run or relax rewards rescore"
+                f"{self.name} scores prompt groups, which texts are not; use relax rewards with "
+                "--run"
             )
         return self.score_batch([self.fetch(completion).item for completion in batch])
 
@@ -127,7 +127,7 @@ def replace_function(
 
     Args:
         section: The section.
-        function: A name that `relax rewards list` knows, or path/to/file.py:function.
+        function: A name that `relax rewards` knows, or path/to/file.py:function.
         assignments: Options of the function, each NAME=VALUE.
         workers: Child processes that run the function; None keeps `processes`.
     Raises:

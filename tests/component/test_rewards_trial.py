@@ -1,4 +1,4 @@
-"""`relax rewards score` and `compare`: completions are scored in child processes, and the extracted
+"""`relax rewards NAME`: completions are scored in child processes, and the extracted
 answer is printed.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.cli.rewards import compare, score
+from relax_events.cli.rewards import rewards
 from relax_events.errors import ConfigError
 
 pytestmark = pytest.mark.component
@@ -71,7 +71,7 @@ def test_score_shows_reward_answer_and_reason(
     why: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert score(name, **given, output="json") == 0
+    assert rewards(name, **given, output="json") == 0
     (found,) = orjson.loads(capsys.readouterr().out)
     assert (found["reward"], found["answer"], found["why"]) == (pytest.approx(reward), answer, why)
 
@@ -86,7 +86,7 @@ def test_score_reads_lines_of_a_file_and_shows_failures(
     ]
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"\n\n".join(orjson.dumps(row) for row in rows))
-    assert score("math", jsonl=file) == 6
+    assert rewards("math", jsonl=file) == 6
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["line", "reward", "answer", "found", "why"]
     assert [line.split()[0] for line in lines[1:]] == ["1", "3", "5"]
@@ -98,7 +98,7 @@ def test_score_reads_a_completion_from_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("so it is 7"))
-    assert score("gsm8k", completion="-", answer="7") == 0
+    assert rewards("gsm8k", completion="-", answer="7") == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
         "reward                    1.0",
         "answer                    7",
@@ -108,7 +108,7 @@ def test_score_reads_a_completion_from_stdin(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({}, "give either --completion or --jsonl"),
+        ({"completion": "a", "jsonl": "[1]"}, "--completion and --jsonl exclude each other"),
         ({"completion": "a", "metadata": "[1]"}, "--metadata: metadata must be a JSON object"),
         ({"completion": "a", "metadata": "{"}, "--metadata: metadata is not JSON"),
         ({"jsonl": "none.jsonl"}, "--jsonl .*none.jsonl can't be read: No such file"),
@@ -123,16 +123,16 @@ def test_score_command_error_names_unreadable_input(
         file = tmp_path / "none.jsonl"
         if not str(given["jsonl"]).startswith("none"):
             file.write_text(given["jsonl"])
-        given = {"jsonl": file}
+        given |= {"jsonl": file}
     with pytest.raises(ConfigError, match=text):
-        score("math", **given)
+        rewards("math", **given)
 
 
 def test_score_command_rejects_a_reward_that_scores_prompt_groups() -> None:
     with pytest.raises(
         ConfigError, match="genrm_pairwise scores prompt groups, which texts are not"
     ):
-        score("genrm_pairwise", completion="a", option=["url=http://localhost:1"])
+        rewards("genrm_pairwise", completion="a", option=["url=http://localhost:1"])
 
 
 def write_lines(folder: Path, *rows: dict[str, str]) -> Path:
@@ -151,7 +151,7 @@ def test_compare_counts_where_two_rewards_differ_and_shows_why(
         {"completion": r"3 apples and 4 pears: \\boxed{7}. It took me 2 steps", "answer": "7"},
         {"completion": "x", "answer": ""},  # math fails
     )
-    compare("math", "gsm8k", jsonl=file, output="json")
+    rewards("math", "gsm8k", jsonl=file, output="json")
     found = orjson.loads(capsys.readouterr().out)
     assert (
         found["num_samples"],
@@ -176,7 +176,7 @@ def test_compare_counts_where_two_rewards_differ_and_shows_why(
         (1.0, "7", "it equals '7'"),
         (0.0, "2", "it is not 7"),
     ]
-    compare("math", "gsm8k", jsonl=file, limit=1)
+    rewards("math", "gsm8k", jsonl=file, limit=1)
     out = capsys.readouterr().out
     assert "differ                    1; first higher 1, second higher 0" in out
     assert "it equals '7'" in out
@@ -197,7 +197,7 @@ def test_compare_takes_a_threshold_for_rewards_of_other_scales(
 
 
 def compared_differ(file: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> int:
-    compare("math", "dapo_math", jsonl=file, output="json", **given)
+    rewards("math", "dapo_math", jsonl=file, output="json", **given)
     return int(orjson.loads(capsys.readouterr().out)["num_differ"])
 
 
@@ -205,19 +205,19 @@ def test_compare_passes_separate_options_to_each_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_lines(tmp_path, {"completion": "The answer is 5.", "answer": "5"})
-    compare("math", "math", jsonl=file, second_option=["box_only=true"], output="json")
+    rewards("math", "math", jsonl=file, second_option=["box_only=true"], output="json")
     assert orjson.loads(capsys.readouterr().out)["num_first_higher"] == 1
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({}, "give either --run or --jsonl"),
-        ({"run": "a", "jsonl": Path("b")}, "give either --run or --jsonl"),
+        ({}, "two functions are compared on --run or on --jsonl"),
+        ({"run": "a", "jsonl": Path("b")}, "--jsonl and --run exclude each other"),
         ({"jsonl": Path("b"), "limit": -1}, "--limit must be >= 0, got -1"),
         ({"jsonl": Path("b"), "version": "1"}, "--version selects samples of a run"),
     ],
 )
 def test_compare_rejects_incompatible_arguments(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        compare("math", "gsm8k", **given)
+        rewards("math", "gsm8k", **given)

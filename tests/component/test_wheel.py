@@ -54,7 +54,7 @@ def test_installed_relax_writes_its_run_files_and_lists_rewards(
     assert "configs/quickstart.toml" in written.stdout.splitlines()
     for name in files_of("configs"):
         assert (tmp_path / "configs" / name).read_bytes() == (ROOT / "configs" / name).read_bytes()
-    known = installed.call("rewards", "list", cwd=tmp_path)
+    known = installed.call("rewards", cwd=tmp_path)
     assert known.returncode == 0, known.stderr
     assert "gsm8k" in known.stdout
 

@@ -124,4 +124,4 @@ def test_quickstart_learns_with_rewards_of_a_judge_model(
     )
     assert shown.code == 0, shown.err
     sample_id = orjson.loads(shown.out.splitlines()[0])["sample_id"]
-    assert "judge response:\n    " in relax("samples", "show", sample_id, "run.json").out
+    assert "judge response:\n    " in relax("samples", "run.json", "--sample", sample_id).out

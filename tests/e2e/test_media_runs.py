@@ -220,7 +220,7 @@ def test_run_trains_on_all_media_and_hostile_files_fail_only_their_own_rows(
     }
     assert len(references) == 6  # however often rows and samples name them
     about_all = next(sample for sample in samples if sample.key.row == 6)
-    shown = relax("samples", "show", about_all.sample_id, media_run).out
+    shown = relax("samples", media_run, "--sample", about_all.sample_id).out
     extents = {
         "image/png": "48 x 48",
         "audio/x-wav": "14400 frames at 16000 Hz",
@@ -231,10 +231,7 @@ def test_run_trains_on_all_media_and_hostile_files_fail_only_their_own_rows(
             f"[{reference.media_type}, {extents[reference.media_type]}, "
             f"{reference.num_bytes} bytes: {reference.uri}]"
         ) in shown
-    assert (
-        relax("samples", "export", media_run, "--output-file", media_run.parent / "out.jsonl").code
-        == 0
-    )
+    assert relax("samples", media_run, "--out", media_run.parent / "out.jsonl").code == 0
     kept = {path.suffix: path for path in (media_run.parent / "out-media").iterdir()}
     assert sorted(kept) == [".mp4", ".png", ".wav"]
     assert {
@@ -359,7 +356,7 @@ def test_run_with_image_environment_loses_only_prompt_group_of_a_bad_image(
     assert (
         first.digest == second.digest
     )  # the environment showed what the prompt had shown; what it shows goes with the sample's version
-    shown = relax("samples", "show", talked.sample_id, tmp_path / "run.toml").out
+    shown = relax("samples", tmp_path / "run.toml", "--sample", talked.sample_id).out
     assert shown.count(first.uri) == shown.count(second.uri) == 1
     assert "and this?" in shown
 

@@ -131,7 +131,7 @@ def test_external_java_producer_gets_samples_of_its_own_prompts(
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
-    ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, tmp_path: Path
+    ask: Callable[..., Asked], relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
     """All roles write Confluent's framing, the external producer the other one; the schema ids are
     on the log, so reading it does not need the registry."""
@@ -141,7 +141,7 @@ def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
         versions = {name: client.get_versions(name) for name in client.get_subjects()}
     assert versions == {name: [1] for name in current_release(schema_directory()).schemas}
     check_external_groups(asked)
-    checked = relax("schemas", "check", run_file, f"broker.bootstrap_servers={bootstrap_servers}")
+    checked = relax("schemas", "--check", "--run", run_id, "--bootstrap-servers", bootstrap_servers)
     first, *unreleased = (
         checked.out.splitlines()
     )  # between two releases, those of the next one are listed behind it

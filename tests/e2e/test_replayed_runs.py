@@ -153,11 +153,10 @@ def test_replay_learns_from_the_scores_of_a_rescoring(
     )
     rescored = relax(
         "rewards",
-        "rescore",
-        finished_run.run_file,
-        "--reward",
         "inverse.py:inverse",
-        "--name",
+        "--run",
+        finished_run.run_file,
+        "--keep",
         scores,
         "--output",
         "json",

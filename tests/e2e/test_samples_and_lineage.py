@@ -24,7 +24,6 @@ def test_samples_are_shown_and_exported(
 ) -> None:
     listed = relax(
         "samples",
-        "tail",
         finished_run.run_file,
         "--from",
         "beginning",
@@ -40,7 +39,7 @@ def test_samples_are_shown_and_exported(
     )
 
     best = max(lines, key=lambda line: line["reward"])
-    shown = relax("samples", "show", best["sample_id"], finished_run.run_file, "--tokens")
+    shown = relax("samples", finished_run.run_file, "--sample", best["sample_id"], "--tokens")
     assert shown.code == 0, shown.err
     assert any(f"user:\n    {prompt}\n" in shown.out for prompt in PROMPTS)
     assert f"reward      {best['reward']:g} by {finished_run.config.reward.function}" in shown.out
@@ -50,9 +49,8 @@ def test_samples_are_shown_and_exported(
     path = tmp_path / "samples.parquet"
     exported = relax(
         "samples",
-        "export",
         finished_run.run_file,
-        "--output-file",
+        "--out",
         path,
         "--tokens",
         "--version",
@@ -77,7 +75,6 @@ def test_samples_tail_exits_cleanly_when_interrupted(finished_run: FinishedRun) 
         "-m",
         "relax_events.cli",
         "samples",
-        "tail",
         str(finished_run.run_file),
         "--last",
         "2",

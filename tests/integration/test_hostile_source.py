@@ -13,8 +13,10 @@ from typing import Any
 import orjson
 import pytest
 
-from relax_events.cli import rewards, runs
+from relax_events.cli import runs
 from relax_events.cli.parameters import BrokerOptions
+from relax_events.cli.rewards import rewards
+from relax_events.cli.run_training import fork, replay
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import EventCodec
@@ -94,7 +96,7 @@ def hostile(
     return Hostile(config, tree, trace, describe)
 
 
-@pytest.mark.parametrize("verb", [runs.fork, runs.replay])
+@pytest.mark.parametrize("verb", [fork, replay])
 def test_untrusted_settings_of_a_hostile_log_are_listed_and_not_used(
     verb: Callable[..., int],
     hostile: Hostile,
@@ -108,7 +110,7 @@ def test_untrusted_settings_of_a_hostile_log_are_listed_and_not_used(
     options = {
         "broker": BrokerOptions(bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine")
     }
-    runs.list_runs(**options)
+    runs.show(**options)
     runs.show(hostile.config.run.id, **options)
     assert hostile.config.run.id in capsys.readouterr().out
     with pytest.raises(UntrustedSettingsError) as refused:
@@ -129,7 +131,7 @@ def test_untrusted_settings_of_a_hostile_log_are_listed_and_not_used(
         "reward.options.token_variable",
         "data.source",
     }
-    assert listed == (used_by_both | of_a_fork if verb is runs.fork else used_by_both)
+    assert listed == (used_by_both | of_a_fork if verb is fork else used_by_both)
     assert "give --trust-source to inherit them as they are" in str(refused.value)
     assert not hostile.trace.exists()
     assert not was_called(listener)
@@ -148,17 +150,17 @@ def test_comparing_rewards_uses_no_untrusted_settings_from_the_log(
         "broker": BrokerOptions(bootstrap_servers=bootstrap_servers, directory=tmp_path / "mine"),
         "output": "json",
     }
-    rewards.compare("exact_match", "f1", **given)
+    rewards("exact_match", "f1", **given)
     assert orjson.loads(capsys.readouterr().out)["num_samples"] == 0
     with pytest.raises(UntrustedSettingsError) as refused:
-        rewards.compare("exact_match", "genrm", **given)
+        rewards("exact_match", "genrm", **given)
     assert {named.key for named in refused.value.named} == {
         "reward.options.url",
         "reward.options.token_variable",
     }
     assert not hostile.trace.exists()
     assert not was_called(listener)
-    rewards.compare("exact_match", "genrm", trust_source=True, **given)
+    rewards("exact_match", "genrm", trust_source=True, **given)
     assert "the log of run" in capsys.readouterr().err
 
 

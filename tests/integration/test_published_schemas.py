@@ -1,4 +1,4 @@
-"""`relax schemas check CONFIG` compares with the schemas that a run's writers published, and the
+"""`relax schemas --check CONFIG` compares with the schemas that a run's writers published, and the
 doctor checks the registry.
 """
 

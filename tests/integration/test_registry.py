@@ -191,7 +191,7 @@ def test_incompatible_schema_at_the_registry_is_a_schema_error(registry: Registr
     registry.answer("POST", f"/subjects/{NAME}/versions", {"schema": json.dumps(other)})
     with pytest.raises(
         SchemaError,
-        match=rf"registering {NAME}: HTTP 409, .* incompatible.*; `relax schemas check`",
+        match=rf"registering {NAME}: HTTP 409, .* incompatible.*; `relax schemas --check`",
     ) as caught:
         open_codec(config_of(registry))
     assert caught.value.exit_code == 5

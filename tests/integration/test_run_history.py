@@ -440,7 +440,7 @@ def test_compare_command_fails_below_a_minimum_correlation(
     written: WrittenRun, run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reward = f"{written.config.run.directory / 'rewards.py'}:opposite"
-    words = ["rewards", "rescore", run_file, "--reward", reward, "--name", "shown"]
+    words = ["rewards", reward, "--run", run_file, "--keep", "shown"]
     words += ["--version", "0..1"]
     assert app([*words, "--output", "json", "--fail-below=-1"]) == 0
     out, err = capsys.readouterr()
@@ -464,7 +464,7 @@ def test_rewards_are_compared_on_the_samples_of_a_run(
     ]
     written.describe()
     for words in (["--run", run_file], ["--run", written.config.run.id, "--config", run_file]):
-        app(["rewards", "compare", *rewards, *words, "--limit", "3", "--output", "json"])
+        app(["rewards", *rewards, *words, "--limit", "3", "--output", "json"])
         out, err = capsys.readouterr()
         found = orjson.loads(out)
         assert (
@@ -486,7 +486,6 @@ def test_rewards_are_compared_on_the_samples_of_a_run(
     app(
         [
             "rewards",
-            "compare",
             *rewards,
             "--run",
             run_file,
@@ -509,12 +508,12 @@ def test_rewards_are_compared_on_the_samples_of_a_run(
 def test_samples_command_shows_last_samples_and_rejects_invalid_flags(
     run_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app(["samples", "tail", run_file, "--last", "2", "--no-follow", "--version", "..1"])
+    app(["samples", run_file, "--last", "2", "--no-follow", "--version", "..1"])
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()] == ["sample", f"{D}/0", f"{D}/1"]
     assert err == ""
     with pytest.raises(ConfigError, match="--version must be a number or a span"):
-        app(["samples", "tail", run_file, "--version", "new"])
+        app(["samples", run_file, "--version", "new"])
 
 
 def test_dead_letters_are_requeued_by_command(

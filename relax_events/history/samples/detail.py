@@ -87,7 +87,7 @@ def read_generations(log: RunLog, sample_id: str) -> list[SampleView]:
     if not views:
         raise ConfigError(
             f"the log of run {log.config.run.id} has no sample {sample_id}; relax samples "
-            "tail shows those that it has"
+            "RUN_FILE --from beginning shows those that it has"
         )
     return views
 

@@ -141,7 +141,7 @@ def _read_rescored_rewards(
     except BrokerError as error:
         raise ConfigError(
             f"parent.scores = {scores!r}: run {run_id} has no such scores ({error}); make "
-            "them with relax rewards rescore"
+            "them with relax rewards --keep"
         ) from error
     finally:
         reader.close()

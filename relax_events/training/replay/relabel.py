@@ -210,7 +210,7 @@ class AdvantageRelabeller:
         if (reward := rewards.get(get_trajectory_key(sample))) is None:
             raise ConfigError(
                 f"sample {sample.sample_id} has no reward under parent.scores = {self._scores!r}; "
-                "finish the rescoring with relax rewards rescore, or choose versions that it covers"
+                "finish the rescoring with relax rewards --keep, or choose versions that it covers"
             )
         return reward
 

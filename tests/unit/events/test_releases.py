@@ -170,7 +170,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_check_passes_and_lists_unreleased_schemas(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(capsys, "schemas", "check", "--directory", str(folder)) == (
+    assert run(capsys, "schemas", "--check", "--directory", str(folder)) == (
         0,
         "every release reads what is written now, and the reverse\n",
     )
@@ -182,7 +182,7 @@ def test_check_passes_and_lists_unreleased_schemas(
             1,
         )
     )
-    code, out = run(capsys, "schemas", "check", "--directory", str(folder))
+    code, out = run(capsys, "schemas", "--check", "--directory", str(folder))
     assert (code, out.splitlines()[-1]) == (0, f"not in any release as they stand: {NAME}")
 
 
@@ -190,7 +190,7 @@ def test_check_exits_with_6_and_names_every_broken_release(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(folder / ENDED_FILE, "type narrowed")
-    code, out = run(capsys, "schemas", "check", "--directory", str(folder), "--output", "json")
+    code, out = run(capsys, "schemas", "--check", "--directory", str(folder), "--output", "json")
     problems = json.loads(out)["problems"]
     assert code == 6
     assert [problem["field"] for problem in problems] == ["row", "row"]
@@ -198,7 +198,7 @@ def test_check_exits_with_6_and_names_every_broken_release(
         f"current can't read what {version} wrote: long can't be read as int"
         for version in ("0.9.0", "0.10.0")
     ]
-    code, out = run(capsys, "schemas", "check", "--directory", str(folder))
+    code, out = run(capsys, "schemas", "--check", "--directory", str(folder))
     assert code == 6
     assert out.split("\n")[0].split() == ["schema", "field", "what", "remedy"]
 
@@ -215,7 +215,7 @@ def test_check_exits_with_6_and_names_every_broken_release(
 def test_check_of_an_unreadable_schema_is_a_schema_error(folder: Path, text: str) -> None:
     (folder / ENDED_FILE).write_text(text)
     with pytest.raises(SchemaError, match=r"is not an Avro schema") as caught:
-        app(["schemas", "check", "--directory", str(folder)])
+        app(["schemas", "--check", "--directory", str(folder)])
     assert caught.value.exit_code == 5
 
 
@@ -223,9 +223,9 @@ def test_release_dry_run_writes_nothing_and_versions_must_increase(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at = ("--directory", str(folder))
-    assert run(capsys, "schemas", "release", "1.0.0", "--dry-run", *at) == (0, "")
+    assert run(capsys, "schemas", "--add", "1.0.0", "--dry-run", *at) == (0, "")
     assert not (folder / "released/1.0.0.json").exists()
-    assert run(capsys, "schemas", "release", "1.0.0", "--yes", *at) == (
+    assert run(capsys, "schemas", "--add", "1.0.0", "--yes", *at) == (
         0,
         f"{folder / 'released/1.0.0.json'}\n",
     )
@@ -233,9 +233,9 @@ def test_release_dry_run_writes_nothing_and_versions_must_increase(
     with pytest.raises(
         ConfigError, match=r"the version must be above 1\.0\.0, which is released, got 0\.11\.0"
     ):
-        app(["schemas", "release", "0.11.0", "--yes", *at])
+        app(["schemas", "--add", "0.11.0", "--yes", *at])
     with pytest.raises(ConfigError, match=r"a version must look like 1\.2\.3, got 'next'"):
-        app(["schemas", "release", "next", "--yes", *at])
+        app(["schemas", "--add", "next", "--yes", *at])
 
 
 def test_release_of_a_breaking_change_is_refused(folder: Path) -> None:
@@ -244,13 +244,13 @@ def test_release_of_a_breaking_change_is_refused(folder: Path) -> None:
         CheckFailed,
         match=r"4 change\(s\) break a release, for example .*Ended line: current can't read what 0\.9\.0 wrote",
     ):
-        app(["schemas", "release", "1.0.0", "--yes", "--directory", str(folder)])
+        app(["schemas", "--add", "1.0.0", "--yes", "--directory", str(folder)])
 
 
 def test_show_gives_fingerprint_fields_and_the_whole_schema(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out = run(capsys, "schemas", "show", "SamplesScored", "--output", "json")
+    code, out = run(capsys, "schemas", "SamplesScored", "--output", "json")
     shown = json.loads(out)
     assert code == 0
     assert shown["schema"] == current_release(schema_directory()).find("SamplesScored")
@@ -260,7 +260,7 @@ def test_show_gives_fingerprint_fields_and_the_whole_schema(
         "key.samples_per_prompt",
     ]
     assert len(shown["fingerprint"]) == 16
-    _, listed = run(capsys, "schemas", "show")
+    _, listed = run(capsys, "schemas")
     assert ["relax.events.sample.SamplesScored", shown["fingerprint"]] in [
         line.split()[:2] for line in listed.splitlines()
     ]
@@ -269,13 +269,15 @@ def test_show_gives_fingerprint_fields_and_the_whole_schema(
 def test_diff_shows_what_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(folder / ENDED_FILE, "type narrowed")
     code, out = run(
-        capsys, "schemas", "diff", "0.9.0", "--directory", str(folder), "--output", "json"
+        capsys, "schemas", "--since", "0.9.0", "--directory", str(folder), "--output", "json"
     )
     assert (code, json.loads(out)) == (
         0,
         [{"schema": NAME, "field": "row", "change": "type long -> int"}],
     )
-    assert run(capsys, "schemas", "diff", "0.9.0", "0.10.0", "--directory", str(folder)) == (
+    assert run(
+        capsys, "schemas", "--since", "0.9.0", "--release", "0.10.0", "--directory", str(folder)
+    ) == (
         0,
         "schema  field  change\n",
     )

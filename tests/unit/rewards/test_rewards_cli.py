@@ -1,4 +1,4 @@
-"""`relax rewards` and the settings of `relax rewards rescore`."""
+"""`relax rewards` and the settings of the functions that it scores by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from relax_events.cli.rewards import list_rewards, show
+from relax_events.cli.rewards import rewards
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError
 from relax_events.rewards.trial import replace_function
@@ -16,26 +16,26 @@ pytestmark = pytest.mark.unit
 
 
 def test_list_names_every_reward_with_what_it_checks(capsys: pytest.CaptureFixture[str]) -> None:
-    list_rewards()
+    rewards()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 15
     assert next(line for line in lines if line.startswith("math ")).split(maxsplit=2)[1:] == [
         "samples",
         "Give 1 when the final answer equals a reference in mathematics, else 0.",
     ]
-    list_rewards(output="json")
+    rewards(output="json")
     found = {entry["name"]: entry["scores"] for entry in orjson.loads(capsys.readouterr().out)}
     assert (found["genrm"], found["genrm_pairwise"]) == ("samples", "prompt groups")
 
 
 def test_show_prints_metadata_options_and_source(capsys: pytest.CaptureFixture[str]) -> None:
-    show("ifeval")
+    rewards("ifeval")
     text = capsys.readouterr().out
     assert "instruction_id_list  ids such as" in text
     assert "\nFailures\nThe metadata name no instruction" in text
     assert "mode     Literal['strict', 'loose']  'strict'" in text
     assert "Source: Instruction-Following Evaluation" in text
-    show("remote", output="json")
+    rewards("remote", output="json")
     options = {
         option["name"]: option for option in orjson.loads(capsys.readouterr().out)["options"]
     }
@@ -51,7 +51,7 @@ def test_show_describes_a_user_defined_reward_function(
         "def rank(completions, *, answer, metadata, prompt, scale: float = 2.0):\n    "
         '"""Rank them."""\n'
     )
-    show(f"{file}:rank")
+    rewards(f"{file}:rank")
     assert capsys.readouterr().out.startswith(f"{file}:rank: scores prompt groups\n\nRank them.\n")
 
 
