@@ -1,9 +1,16 @@
 """`relax broker`: the Kafka node of this machine, started, stopped and looked at."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
+
+from relax_events.cli.parameters import Output
+
+if TYPE_CHECKING:
+    from relax_events.kafka.embedded import EmbeddedBroker
 
 app = App(
     name="broker",
@@ -35,7 +42,7 @@ def start(
     Example: relax broker start --directory .relax/broker
 
     Clients log in with the password that it makes in its folder, which commands and runs find
-    there; `relax broker client-config` shows others how.
+    there; `relax broker status --client-config java` shows others how.
 
     Args:
         directory: Where the broker keeps its records, log and settings.
@@ -55,26 +62,6 @@ def start(
     )
     broker.start(timeout_seconds=timeout_seconds)
     print(broker.bootstrap_servers)
-
-
-@app.command(name="client-config")
-def client_config(
-    *, directory: Directory = _DEFAULT_DIRECTORY, form: Literal["java", "librdkafka"] = "java"
-) -> None:
-    """Print the settings by which other tools log in to the broker, its password among them: write
-    them to a file of your own.
-
-    Example: relax broker client-config --form librdkafka
-
-    Args:
-        directory: Where the broker keeps its records, log and settings.
-        form: Properties for Kafka's own tools (--command-config), or for kcat and other programs on
-            librdkafka.
-    """
-    from relax_events.kafka.embedded import EmbeddedBroker
-    from relax_events.kafka.embedded.tool_login import build_client_properties
-
-    print(build_client_properties(EmbeddedBroker(directory), form=form), end="")
 
 
 @app.command
@@ -131,44 +118,49 @@ def stop(
 
 @app.command
 def status(
-    *, directory: Directory = _DEFAULT_DIRECTORY, output: Literal["table", "json"] = "table"
+    *,
+    directory: Directory = _DEFAULT_DIRECTORY,
+    lines: int = 0,
+    follow: bool = False,
+    client_config: Literal["", "java", "librdkafka"] = "",
+    output: Output = "table",
 ) -> int:
-    """Show whether the broker runs, where, since when, and what it takes on disk; exit 3 when it is
-    down.
+    """Show whether the broker runs, where, since when, and what it takes on disk; or the end of its
+    log, or how other tools log in. Exit code 3 when it is down.
 
     Example: relax broker status --output json
 
     Args:
         directory: Where the broker keeps its records, log and settings.
-        output: A table to read, or JSON for programs.
+        lines: Print so many of the last lines of its log instead; with --follow 50 by default.
+        follow: Go on with new lines of its log until the broker ends.
+        client_config: Print the settings by which other tools log in instead, the password among
+            them, to be written into a file of your own: properties for Kafka's own tools
+            (--command-config), or for kcat and other programs on librdkafka.
     """
+    from relax_events.cli.output import print_fields
     from relax_events.errors import BrokerUnavailable
-    from relax_events.kafka.embedded.status import read_broker_status
-
-    report = read_broker_status(directory)
-    print(report.to_json() if output == "json" else report.to_text())
-    return 0 if report.running else BrokerUnavailable.exit_code
-
-
-@app.command
-def logs(
-    *, directory: Directory = _DEFAULT_DIRECTORY, lines: int = 50, follow: bool = False
-) -> None:
-    """Print the end of the broker's log.
-
-    Example: relax broker logs --lines 20
-
-    Args:
-        directory: Where the broker keeps its records, log and settings.
-        lines: How many lines.
-        follow: Go on with new lines until the broker ends.
-    """
     from relax_events.kafka.embedded import EmbeddedBroker
-    from relax_events.kafka.embedded.broker_log import follow_lines, read_last_lines
+    from relax_events.kafka.embedded.status import read_broker_status
+    from relax_events.kafka.embedded.tool_login import build_client_properties
 
     broker = EmbeddedBroker(directory)
+    if client_config:
+        print(build_client_properties(broker, form=client_config), end="")
+    elif lines or follow:
+        _print_log(broker, lines, follow=follow)
+    else:
+        report = read_broker_status(directory)
+        print_fields(report.describe(), output, data=report)
+        return 0 if report.running else BrokerUnavailable.exit_code
+    return 0
+
+
+def _print_log(broker: EmbeddedBroker, num_lines: int, *, follow: bool) -> None:
+    from relax_events.kafka.embedded.broker_log import follow_lines, read_last_lines
+
     end_byte = broker.log_path.stat().st_size if broker.log_path.exists() else 0
-    for line in read_last_lines(broker.log_path, num_lines=lines, end_byte=end_byte):
+    for line in read_last_lines(broker.log_path, num_lines=num_lines or 50, end_byte=end_byte):
         print(line)
     if follow and broker.is_running:
         for line in follow_lines(

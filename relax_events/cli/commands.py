@@ -13,11 +13,7 @@ COMMANDS = {
     ),
     "init": (
         "relax_events.cli.init:init",
-        "Write a commented run file from a model's folder and a dataset.",
-    ),
-    "examples": (
-        "relax_events.cli.init:examples",
-        "Write the run files that the package brings, the quickstart's among them.",
+        "Write a run file from a model's folder and a dataset, or those that the package brings.",
     ),
     "doctor": (
         "relax_events.cli.doctor:doctor",
@@ -57,11 +53,7 @@ COMMANDS = {
     ),
     "topics": (
         "relax_events.cli.topics:app",
-        (
-            "Plan, check and operate topics: plan, apply, check, describe, lag, tail, purge, "
-            "reset, "
-            "export, import."
-        ),
+        ("Show, check and operate topics: show, apply, tail, purge, reset, export, import."),
     ),
     "samples": (
         "relax_events.cli.samples:samples",
@@ -101,7 +93,7 @@ COMMANDS = {
     ),
     "models": (
         "relax_events.cli.models:app",
-        "Export, convert or make a model: export, convert, prepare, sft-warmup, make-tiny.",
+        "Make the model of a run file, or export one in another form: prepare, export.",
     ),
     "serve": (
         "relax_events.cli.serve:serve",
@@ -113,7 +105,7 @@ COMMANDS = {
     ),
     "broker": (
         "relax_events.cli.broker:app",
-        "Run or secure a Kafka broker: start, stop, status, logs, client-config, format, secure.",
+        "Run or secure a Kafka broker: start, stop, status, format, secure.",
     ),
 }
 HELP_FLAGS = ("--help", "-h")

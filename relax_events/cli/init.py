@@ -1,4 +1,4 @@
-"""`relax init` and `relax examples`: run files to start from."""
+"""`relax init`: run files to start from."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def init(
-    run_file: Path = Path("run.toml"),
+    path: Path | None = None,
     *,
-    model: Path,
-    data: Path,
+    model: Path | None = None,
+    data: Path | None = None,
     run_id: str = "",
     split: str = "",
     prompt: str = "",
@@ -18,14 +18,16 @@ def init(
     force: bool = False,
 ) -> int:
     """Write a commented run file from a model's folder and a dataset, and check it as the doctor
-    does; exit code 6 when a check found something.
+    does; exit code 6 when a check found something. Without both, write the run files that the
+    package brings, the quickstart's among them.
 
     Example: relax init mine.toml --model models/Qwen3-0.6B --data data/gsm8k.jsonl
 
     Columns, chat template, lengths and memory are looked up; a reward is proposed from the answers.
 
     Args:
-        run_file: The file to write, TOML.
+        path: The file to write, TOML; or the folder for the run files of the package, by default
+            `configs`, where `configs/lookup-agent.toml` expects its files.
         model: Folder of a model in Hugging Face layout.
         data: JSON lines, a Parquet file, or a folder of Parquet files.
         run_id: Of the run; by default the name of the run file.
@@ -33,7 +35,7 @@ def init(
         prompt: Column of the prompt; by default looked up.
         answer: Column of the reference answer; likewise.
         reward: A reward function, by name or as path/to/file.py:function; by default proposed.
-        force: Overwrite an existing file.
+        force: Overwrite existing files.
     """
     import re
 
@@ -41,8 +43,16 @@ def init(
     from relax_events.config import load_run_config
     from relax_events.errors import CheckFailed, ConfigError
     from relax_events.launcher.checks import check_run
+    from relax_events.launcher.run_file.examples import write_examples
     from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
 
+    if model is None and data is None:
+        for written in write_examples(path or Path("configs"), force=force):
+            print(written)
+        return 0
+    if model is None or data is None:
+        raise ConfigError("a run file is made from a model and a dataset; give --model and --data")
+    run_file = path or Path("run.toml")
     if run_file.exists() and not force:
         raise ConfigError(f"{run_file} exists; give another name, or --force to overwrite it")
     if run_file.suffix != ".toml":
@@ -54,19 +64,3 @@ def init(
     findings, _ = check_run(load_run_config(run_file))
     print_findings(findings)
     return 0 if all(finding.is_good for finding in findings) else CheckFailed.exit_code
-
-
-def examples(folder: Path = Path("configs"), *, force: bool = False) -> int:
-    """Write the run files that the package brings, the quickstart's among them.
-
-    Example: relax examples && relax run configs/quickstart.toml
-
-    Args:
-        folder: Where to write them; `configs/lookup-agent.toml` expects its files in `configs`.
-        force: Overwrite files that differ.
-    """
-    from relax_events.launcher.run_file.examples import write_examples
-
-    for path in write_examples(folder, force=force):
-        print(path)
-    return 0

@@ -1,10 +1,10 @@
-"""`relax models export`: a run's model as a folder that other programs load."""
+"""`relax models export`: the model of a run or of a folder, in a form that other programs load."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from relax_events.cli.output import print_fields, print_progress
 from relax_events.cli.parameters import DEFAULT_BROKER, BrokerOptions, Output
@@ -21,9 +21,10 @@ ATTEMPTS = 5
 
 
 def export(
-    run: str,
+    source: str,
     *,
     to: Path,
+    format: Literal["", "hf", "megatron"] = "",  # noqa: A002  # the option's name
     version: int | None = None,
     best: str = "",
     base: Path | None = None,
@@ -34,20 +35,29 @@ def export(
     output: Output = "table",
 ) -> None:
     """Write the model of a run as a folder that transformers, SGLang and `relax serve` load, during
-    the run or after it.
+    the run or after it; or convert a model's folder from or to a checkpoint of megatron-core.
 
-    Example: relax models export quickstart --to exported
+    Example: relax models export quickstart --to exported && relax models export Qwen3-4B
+        --to Qwen3-4B-megatron --format megatron
+
+    A conversion keeps the bits of every weight. The checkpoint holds the whole model: megatron-core
+    loads it in any tensor, pipeline and expert parallelism. The families are Qwen3, Qwen3-VL, their
+    mixtures of experts, and the thinker of Qwen3-Omni, whose towers for images and audio are stored
+    under `towers.` by their names in transformers.
 
     The newest version is exported unless --version or --best names another. What was not trained
     comes from the base model's folder, `model.path` of the run.
 
     Args:
-        run: Id of the run, or its run file.
+        source: Id of the run, or its run file; with --format the folder to convert.
         to: The folder to write.
+        format: Convert a folder to this form: megatron from Hugging Face's layout, or hf from a
+            distributed checkpoint.
         version: The policy version.
         best: Metric of the evaluations whose best version is exported, as reward_mean or
             gsm8k/pass_at_4; without a dataset the mean over those that have it.
-        base: The base model's folder, where it is no longer at `model.path`.
+        base: The base model's folder, where it is no longer at `model.path`; with --format hf a
+            model folder from which configuration, tokenizer and the tensors' names are taken.
         max_shard_size: Largest size of a weight file, as 5GB or 500MB.
         merged: Of a run with model.lora, write the whole model with its adapters merged in, not a
             folder of adapters.
@@ -55,11 +65,19 @@ def export(
     """
     from dataclasses import asdict
 
+    from relax_events.errors import ConfigError
     from relax_events.ops.model_export.new_folder import require_free
 
+    if format:
+        from relax_events.ops.model_conversion import convert_model
+
+        if version is not None or best or merged or force:
+            raise ConfigError("--format converts a folder; --version and the like are of a run")
+        print_fields(convert_model(Path(source), to, format=format, base=base), output)
+        return
     max_shard_bytes = parse_size(max_shard_size)
     require_free(to.resolve(), replaces=force)
-    with broker.open_run(run, name="export") as settings:
+    with broker.open_run(source, name="export") as settings:
         settings = settings if base is None else _with_base(settings, base)
         done = _export(
             settings,

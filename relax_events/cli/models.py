@@ -1,30 +1,32 @@
-"""`relax models`: small models made on this machine, their supervised start, and the export of a
-run's model.
-"""
+"""`relax models`: the model of a run file, and models as folders that other programs load."""
 
 from pathlib import Path
 
 from cyclopts import App
 
-from relax_events.cli.model_convert import convert
-from relax_events.cli.model_export import export
 from relax_events.cli.output import print_progress
-from relax_events.cli.parameters import Overrides, RunFile
+from relax_events.cli.parameters import Overrides
 
 app = App(
     name="models",
     help=(
-        "Export the model of a run, convert models, and make small ones for trying things out."
-        "\n\nExample: relax models prepare configs/quickstart.toml"
+        "Make the model of a run file, and export models in other forms.\n\nExample: relax models "
+        "prepare configs/quickstart.toml"
     ),
     version_flags=[],  # --version names a policy version
 )
-app.command(export)
-app.command(convert)
+app.command("relax_events.cli.model_export:export", name="export")
 
 
 @app.command
-def prepare(config: RunFile, *overrides: Overrides) -> None:
+def prepare(
+    config: Path | None = None,
+    *overrides: Overrides,
+    warm_up: bool = False,
+    to: Path | None = None,
+    corpus: Path | None = None,
+    seed: int = 0,
+) -> None:
     """Make the model that a run file describes, with its SFT warm-up, unless it is there; print its
     folder.
 
@@ -32,88 +34,48 @@ def prepare(config: RunFile, *overrides: Overrides) -> None:
 
     Objects that lie on this machine get their folder too, with the run's name in it: then workers
     that may only read there can start first.
+
+    Args:
+        config: The run file, TOML.
+        warm_up: Train the model on reference answers for `sft_warmup.steps` steps, also one that is
+            there.
+        to: With --warm-up or --corpus, the folder to write; by default the model is replaced.
+        corpus: Instead of a run file: a text file that trains the tokenizer of a tiny random model.
+        seed: Of the random weights, with --corpus.
     """
     from relax_events.config import load_run_config
-    from relax_events.examples.model_preparation import prepare_model
+    from relax_events.errors import ConfigError
+    from relax_events.examples.model_preparation import prepare_model, warm_up_model
     from relax_events.objects.marker import claim_store
     from relax_events.objects.store import ObjectStore
 
-    loaded = load_run_config(config, overrides)
-    print(prepare_model(loaded, report=print_progress))
-    if loaded.objects_uri.startswith("file:"):
-        claim_store(ObjectStore.open(loaded.objects_uri, waits=False), run_id=loaded.run.id)
-
-
-@app.command(name="sft-warmup")
-def sft_warmup(config: RunFile, *overrides: Overrides, output: Path | None = None) -> None:
-    """Train the model of a run file on reference answers for `sft_warmup.steps` steps; print the
-    folder written.
-
-    Example: relax models sft-warmup configs/quickstart.toml --output .relax/models/warm
-
-    Args:
-        output: Folder of the trained model; by default it replaces the old one.
-    """
-    from relax_events.config import load_run_config
-    from relax_events.examples.model_preparation import warm_up_model
-
-    print(warm_up_model(load_run_config(config, overrides), output=output, report=print_progress))
-
-
-@app.command(name="make-tiny")
-def make_tiny(
-    path: Path, *, config: Path | None = None, corpus: Path | None = None, seed: int = 0
-) -> None:
-    """Write a tiny random model with a tokenizer of its own; print its folder.
-
-    Example: relax models make-tiny .relax/models/tiny --config configs/quickstart.toml
-
-    Args:
-        path: The folder to write.
-        config: A run file: its data trains the tokenizer, its [model.tiny] sizes the model.
-        corpus: A text file that trains the tokenizer, without a run file.
-        seed: Of the random weights, without a run file.
-    """
-    from relax_events.errors import ConfigError
-
     if (config is None) == (corpus is None):
-        raise ConfigError(
-            "relax models make-tiny needs either --config RUN.toml or --corpus FILE, for the "
-            "tokenizer"
-        )
-    print(
-        _from_run_file(path, config)
-        if config
-        else _from_corpus(path, corpus, seed)
-        if corpus
-        else ""
-    )
+        raise ConfigError("relax models prepare takes a run file, or --corpus FILE; give one")
+    if corpus is not None:
+        print(_make_from_corpus(to, corpus, seed))
+    elif config is not None:
+        if to is not None and not warm_up:
+            raise ConfigError("--to is for --warm-up; set model.path for the model of the run file")
+        settings = load_run_config(config, overrides)
+        if warm_up:
+            print(warm_up_model(settings, output=to, report=print_progress))
+            return
+        print(prepare_model(settings, report=print_progress))
+        if settings.objects_uri.startswith("file:"):
+            store = ObjectStore.open(settings.objects_uri, waits=False)
+            claim_store(store, run_id=settings.run.id)
 
 
-def _from_run_file(path: Path, run_file: Path) -> Path:
-    from relax_events.config import load_run_config
-    from relax_events.config.engine import TinyModelConfig
-    from relax_events.examples.model_preparation import make_tiny_for
-
-    config = load_run_config(run_file)
-    tiny = config.model.tiny or TinyModelConfig()
-    return make_tiny_for(
-        config.data,
-        path,
-        tiny=tiny,
-        seed=config.run.seed,
-        assistant_turns_key=config.sft_warmup.assistant_turns_key,
-    )
-
-
-def _from_corpus(path: Path, corpus: Path, seed: int) -> Path:
+def _make_from_corpus(path: Path | None, corpus: Path, seed: int) -> Path:
     from relax_events.errors import ConfigError
-    from relax_events.examples.tiny_models import make_tiny as write_tiny
+    from relax_events.examples.tiny_models import make_tiny
 
+    if path is None:
+        raise ConfigError("--corpus needs --to FOLDER, where the model is written")
     try:
         lines = corpus.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"corpus {corpus} can't be read: {error}; give a text file to --corpus"
         ) from None
-    return write_tiny(path, corpus=lines, seed=seed)
+    return make_tiny(path, corpus=lines, seed=seed)

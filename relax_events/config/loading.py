@@ -101,7 +101,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(
             f"run file {path} does not exist; give the path of a TOML file, for example "
-            "configs/quickstart.toml, which `relax examples` writes"
+            "configs/quickstart.toml, which `relax init` writes"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"run file {path} can't be read: {error}") from None

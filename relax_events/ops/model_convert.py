@@ -194,7 +194,7 @@ def _whole_model(sizes: DecoderSizes, dtype: str) -> Iterator[tuple[GPTModel, li
         if (error.name or "").partition(".")[0] != "megatron":
             raise
         raise ConfigError(
-            "`relax models convert` needs megatron-core, which is not installed; install "
+            "`relax models export --format` needs megatron-core, which is not installed; install "
             "relax-events[megatron]"
         ) from error
     from relax_events.training.megatron.cpu import cuda_calls_on_cpu

@@ -194,7 +194,7 @@ def test_command_result_becomes_the_exit_code(
     [
         (["runn"], 'Unknown command "runn". Did you mean "run"?'),
         (["run"], "requires an argument"),
-        (["topics", "plan", "x.toml", "--output", "yaml"], "table"),
+        (["topics", "show", "x.toml", "--output", "yaml"], "table"),
         (["broker", "start", "--port", "many"], "many"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -1,4 +1,4 @@
-"""`relax models convert` writes a checkpoint of megatron-core and the same folder again. Each command
+"""`relax models export --format` writes a checkpoint of megatron-core and the same folder again. Each command
 is a process of its own, because megatron-core on the CPU replaces functions of torch."""
 
 import json
@@ -38,7 +38,7 @@ def test_conversion_there_and_back_gives_the_same_bits(tmp_path, family):
     for folder, seed in ((source, 3), (base, 4)):
         make_tiny(folder, corpus=["12=21"], family=family, phrases=["ab"], seed=seed)
     code, stdout, stderr = relax(
-        "models", "convert", source, "--to", middle, "--format", "megatron", "--output", "json"
+        "models", "export", source, "--to", middle, "--format", "megatron", "--output", "json"
     )
     assert code == 0, stderr
     weights = load_file(source / "model.safetensors")
@@ -46,7 +46,7 @@ def test_conversion_there_and_back_gives_the_same_bits(tmp_path, family):
     assert json.loads(stdout)["num_bytes"] == num_bytes
     assert (middle / "metadata.json").is_file()
     code, _, stderr = relax(
-        "models", "convert", middle, "--to", target, "--format", "hf", "--base", base
+        "models", "export", middle, "--to", target, "--format", "hf", "--base", base
     )
     assert code == 0, stderr
     again = load_file(target / "model.safetensors")
@@ -58,7 +58,7 @@ def test_conversion_there_and_back_gives_the_same_bits(tmp_path, family):
 def test_folder_that_is_no_checkpoint_is_refused(tmp_path):
     make_tiny(tmp_path / "model", corpus=["12=21"])
     code, _, stderr = relax(
-        "models", "convert", tmp_path / "model", "--to", tmp_path / "new", "--format", "hf",
+        "models", "export", tmp_path / "model", "--to", tmp_path / "new", "--format", "hf",
         "--base", tmp_path / "model",
     )  # fmt: skip
     assert code == 2
@@ -85,7 +85,7 @@ HOSTILE = {
 def test_hostile_checkpoint_is_refused_and_runs_nothing(tmp_path):
     source, good, canary = tmp_path / "source", tmp_path / "good", tmp_path / "canary"
     make_tiny(source, corpus=["12=21"])
-    code, _, stderr = relax("models", "convert", source, "--to", good, "--format", "megatron")
+    code, _, stderr = relax("models", "export", source, "--to", good, "--format", "megatron")
     assert code == 0, stderr
     (tmp_path / "copies").mkdir()
     arguments = map(str, (good, source, tmp_path / "copies", canary))

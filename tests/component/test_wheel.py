@@ -49,7 +49,7 @@ def test_wheel_holds_every_file_of_the_package(installed: Installed) -> None:
 def test_installed_relax_writes_its_run_files_and_lists_rewards(
     installed: Installed, tmp_path: Path
 ) -> None:
-    written = installed.call("examples", cwd=tmp_path)
+    written = installed.call("init", cwd=tmp_path)
     assert written.returncode == 0, written.stderr
     assert "configs/quickstart.toml" in written.stdout.splitlines()
     for name in files_of("configs"):
@@ -63,8 +63,8 @@ def test_run_files_that_differ_are_not_overwritten(installed: Installed, tmp_pat
     changed = tmp_path / "configs" / "quickstart.toml"
     changed.parent.mkdir()
     changed.write_text("[run]\n")
-    refused = installed.call("examples", cwd=tmp_path)
+    refused = installed.call("init", cwd=tmp_path)
     assert (refused.returncode, list(changed.parent.iterdir())) == (2, [changed])
     assert "configs/quickstart.toml differ from the run files of this release" in refused.stderr
-    assert installed.call("examples", "--force", cwd=tmp_path).returncode == 0
+    assert installed.call("init", "--force", cwd=tmp_path).returncode == 0
     assert "string_insertion" in changed.read_text()

@@ -98,7 +98,7 @@ def test_run_with_invalid_settings_fails_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "command", [["run"], ["topics", "plan"], ["ledger", "check"]], ids=" ".join
+    "command", [["run"], ["topics", "show"], ["ledger", "check"]], ids=" ".join
 )
 def test_command_reports_unreachable_broker_within_seconds(
     relax: Relax, run_file: Path, command: list[str]

@@ -76,7 +76,7 @@ def test_commands_start_the_stopped_broker_of_a_finished_run(
     assert "is down; starting it for relax ledger check" in checked.err
     listed = relax("runs", "show")
     assert (listed.code, run_id in listed.out) == (0, True), listed.err
-    lag = relax("topics", "lag", run_file)
+    lag = relax("topics", "show", run_file, "--by", "slot")
     assert (lag.code, "trainer" in lag.out) == (0, True), lag.err
     assert not broker.is_running
 

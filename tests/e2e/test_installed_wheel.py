@@ -18,7 +18,7 @@ def test_quickstart_runs_from_the_wheel(tmp_path: Path) -> None:
     installed = install_wheel(tmp_path)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    assert installed.call("examples", cwd=folder).returncode == 0
+    assert installed.call("init", cwd=folder).returncode == 0
     ended = installed.call(
         "run", "configs/quickstart.toml", "run.num_steps=4", cwd=folder, timeout_seconds=700
     )

@@ -24,21 +24,21 @@ def topics(run: FinishedRun, verb: str, *arguments: str | Path) -> Finished:
 
 def test_topics_commands_describe_a_finished_run(finished_run: FinishedRun) -> None:
     run_file, prefix = finished_run.run_file, f"relax.{finished_run.config.run.id}."
-    planned = topics(finished_run, "plan", run_file)
+    planned = topics(finished_run, "apply", run_file, "--dry-run")
     assert planned.code == 0, planned.err
     described = {
         row["topic"].removeprefix(prefix): row
-        for row in orjson.loads(topics(finished_run, "describe", run_file).out)
+        for row in orjson.loads(topics(finished_run, "show", run_file).out)
     }
     # 3 steps of 4 prompt groups, whose samples share a record.
     assert [
         described[entity]["records"]
         for entity in ("prompt.groups", "rollout.samples", "advantage.samples")
     ] == [12, 12, 12]
-    lag = orjson.loads(topics(finished_run, "lag", run_file).out)
+    lag = orjson.loads(topics(finished_run, "show", run_file, "--by", "slot").out)
     assert {row["role"]: row["lag"] for row in lag} == {"reward": 0, "advantage": 0, "trainer": 0}
     assert {row["slot"]: row["policy_version"] for row in lag} == {0: 3, 1: 1, 2: 2}
-    checked = topics(finished_run, "check", run_file)
+    checked = topics(finished_run, "show", run_file, "--check")
     assert checked.code == 0, checked.out
 
 
@@ -57,7 +57,7 @@ def test_changes_are_shown_and_not_made_in_a_dry_run(finished_run: FinishedRun) 
     assert (refused.code, "run.retain_versions = 0 keeps all records" in refused.err) == (2, True)
     begins = {
         row["topic"]: row["purged"]
-        for row in orjson.loads(topics(finished_run, "describe", run_file).out)
+        for row in orjson.loads(topics(finished_run, "show", run_file).out)
     }
     assert set(begins.values()) == {0}
 
@@ -82,7 +82,7 @@ def test_tail_shows_records_with_headers(finished_run: FinishedRun) -> None:
     ("arguments", "first"),
     [
         (["tail", "prompt.groups", "RUN_FILE", "--from", "beginning"], b"PromptGroupIssued"),
-        (["lag", "RUN_FILE", "--watch", "--output", "json"], b"["),
+        (["show", "RUN_FILE", "--by", "slot", "--watch", "--output", "json"], b"["),
     ],
     ids=["tail", "lag"],
 )

@@ -140,7 +140,7 @@ def login(cluster: tuple[str, Path], principal: str) -> dict[str, str]:
 def test_operator_applies_the_topics_and_reader_reads_them(cluster: tuple[str, Path]) -> None:
     done = call_relax("topics", "apply", str(RUN_FILE), "--yes", **login(cluster, "operator"))
     assert (done.returncode, "relax.kind.prompt.groups" in done.stdout) == (0, True), done.stderr
-    read = call_relax("topics", "plan", str(RUN_FILE), **login(cluster, "reader"))
+    read = call_relax("topics", "apply", "--dry-run", str(RUN_FILE), **login(cluster, "reader"))
     assert read.returncode == 0, read.stderr
 
 
@@ -150,7 +150,9 @@ def test_role_makes_no_topics(cluster: tuple[str, Path]) -> None:
 
 
 def test_client_without_a_login_is_refused(cluster: tuple[str, Path]) -> None:
-    done = call_relax("topics", "plan", str(RUN_FILE), RELAX_BROKER__BOOTSTRAP_SERVERS=cluster[0])
+    done = call_relax(
+        "topics", "apply", "--dry-run", str(RUN_FILE), RELAX_BROKER__BOOTSTRAP_SERVERS=cluster[0]
+    )
     assert done.returncode == 4, done.stderr
     assert "uses TLS and this client does not" in done.stderr
 
@@ -159,6 +161,6 @@ def test_client_with_a_wrong_password_is_refused(cluster: tuple[str, Path]) -> N
     wrong = cluster[1] / "wrong"
     wrong.write_text("not the password")
     given = login(cluster, "operator") | {"RELAX_BROKER__PASSWORD_FILE": str(wrong)}
-    done = call_relax("topics", "plan", str(RUN_FILE), **given)
+    done = call_relax("topics", "apply", "--dry-run", str(RUN_FILE), **given)
     assert done.returncode == 4, done.stderr
     assert "authentication of user 'relax.kind.operator' failed" in done.stderr

@@ -297,7 +297,7 @@ def test_commands_start_show_and_stop_a_broker_that_outlives_them(tmp_path: Path
         assert report["bootstrap_servers"] == started.stdout.strip()
         assert report["uptime_seconds"] < 90
         assert report["disk_bytes"] > 0
-        assert "controller" in relax("logs", "--lines", "5").stdout
+        assert "controller" in relax("status", "--lines", "5").stdout
     finally:
         stopped = relax("stop")
     assert stopped.returncode == 0, stopped.stderr

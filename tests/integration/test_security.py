@@ -584,7 +584,7 @@ def test_writer_and_reader_with_a_wrong_password_fail_without_hanging(
 def test_command_exits_with_the_code_for_denied_access(mine: SecuredRun, tmp_path: Path) -> None:
     run_file, intruder = tmp_path / "run.json", wrong_password(mine, tmp_path)
     run_file.write_text(intruder.config.model_dump_json())
-    command = [sys.executable, "-m", "relax_events.cli", "topics", "plan", str(run_file)]
+    command = [sys.executable, "-m", "relax_events.cli", "topics", "show", str(run_file)]
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )

@@ -128,7 +128,7 @@ def build_secrets_case(
             *ONCE,
             "relax",
             "topics",
-            "plan",
+            "show",
             RUN_FILE,
         )
 
@@ -160,7 +160,7 @@ def use_wrong_password(engine: ContainerEngine, folder: Path) -> Refusal:
         secured.compose("run", "--rm", "-T", "topics")
         (file,) = security.glob("secrets/*.operator")
         file.write_text("not the password")
-        return run_refused(secured, *ONCE, "relax", "topics", "plan", RUN_FILE)
+        return run_refused(secured, *ONCE, "relax", "topics", "show", RUN_FILE)
     finally:
         secured.compose("down", "--volumes")
 
@@ -195,7 +195,7 @@ MISCONFIGURATIONS = (
             "RELAX_BROKER__BOOTSTRAP_SERVERS=kafka-9:9092",
             "relax",
             "topics",
-            "plan",
+            "show",
             RUN_FILE,
         ),
     ),
@@ -203,7 +203,7 @@ MISCONFIGURATIONS = (
         "run file missing",
         r"configs/missing\.toml",
         lambda engine, folder: run_refused(
-            engine, *ONCE, "relax", "topics", "plan", "configs/missing.toml"
+            engine, *ONCE, "relax", "topics", "show", "configs/missing.toml"
         ),
     ),
     Misconfiguration(

@@ -7,16 +7,13 @@ from cyclopts import App
 app = App(
     name="topics",
     help=(
-        "Plan, apply, check, inspect, move and delete a run's topics.\n\nExample: relax topics "
-        "plan configs/quickstart.toml"
+        "Show, check, apply, move and delete a run's topics.\n\nExample: relax topics "
+        "show configs/quickstart.toml"
     ),
 )
 MODULES = {
-    "plan": "changes:plan",
+    "show": "inspection:show",
     "apply": "changes:apply",
-    "check": "inspection:check",
-    "describe": "inspection:describe",
-    "lag": "inspection:lag",
     "tail": "inspection:tail",
     "purge": "changes:purge",
     "reset": "changes:reset",

@@ -1,4 +1,4 @@
-"""`relax topics` plan, apply, purge and reset: changes, each shown before it is made."""
+"""`relax topics` apply, purge and reset: changes, each shown before it is made."""
 
 from __future__ import annotations
 
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 Danger = Literal["partitions", "retention", "cleanup", "record-size", "durability", "delete"]
 
 
-def plan(
-    config: RunFile, *overrides: Overrides, allow: tuple[Danger, ...] = (), output: Output = "table"
-) -> int:
-    """Show what `apply` would change, with the danger in it; exit code 6 when something would.
-
-    Example: relax topics plan configs/quickstart.toml
-
-    Args:
-        allow: A danger that is agreed to, once for each.
-    """
-    with open_run(config, overrides, may_be_new=True) as (settings, admin):
-        return CheckFailed.exit_code if _show_changes(settings, admin, allow, output) else 0
-
-
 def apply(
     config: RunFile,
     *overrides: Overrides,
@@ -50,7 +36,7 @@ def apply(
 
     Args:
         allow: A danger that is agreed to, once for each.
-        dry_run: Show the changes and make none.
+        dry_run: Show the changes and make none; exit code 6 when there are any.
     """
     from relax_events.cli.output import agreed
     from relax_events.ops.schemas import find_missing_schemas, publish_schemas
@@ -61,7 +47,7 @@ def apply(
         num_missing = len(find_missing_schemas(settings, admin))
         print(f"{num_missing} schema(s) of this release to publish", file=sys.stderr)
         if dry_run or not (changes or num_missing):
-            return 0
+            return CheckFailed.exit_code if changes or num_missing else 0
         require_allowed(changes, allow=allow)
         what = f"make {len(changes)} change(s) and publish {num_missing} schema(s)?"
         if not agreed(what, yes=yes):

@@ -1,4 +1,4 @@
-"""`relax topics` check, describe, lag and tail: what is there, and how far it is read."""
+"""`relax topics` show and tail: what is there, and how far it is read."""
 
 from __future__ import annotations
 
@@ -23,17 +23,60 @@ if TYPE_CHECKING:
     from relax_events.ops.topic_tail import TailedRecord
 
 
-def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> int:
-    """Look whether topics, partitions, groups and transactions are in order; exit code 6 when
-    something is not.
+CLEAR = "\x1b[H\x1b[2J"
+LINE_CHARACTERS = 400
 
-    Example: relax topics check configs/quickstart.toml
 
+def show(
+    config: RunFile,
+    *overrides: Overrides,
+    by: Literal["topic", "slot", "member"] = "topic",
+    check: bool = False,
+    watch: bool = False,
+    every: float = 2.0,
+    output: Output = "table",
+) -> int:
+    """Show the run's topics: partitions, records, replicas, what they are for; the records behind
+    by role; or whether topics, partitions, groups and transactions are in order.
+
+    Example: relax topics show configs/quickstart.toml --by slot
+
+    The numbers of records of topics count the transactions' own marks, which no reader sees. Of
+    records behind, `stale` ones belong to a version before the slot's owner; `oldest_seconds` is
+    how long ago the oldest unread one was written. A role `run ID` is a run that replays this one:
+    it counts what its newest checkpoint does not cover.
+
+    Args:
+        by: Topics; or records behind by slot, with the version that owns it, or by the member that
+            holds them.
+        check: Check instead; exit code 6 when something is not in order.
+        watch: Show it again and again, until Control-C.
+        every: Seconds between two looks.
     """
+    with open_run(config, overrides, may_be_new=check) as (settings, admin):
+        if check:
+            return _check(settings, admin, output)
+        if not watch:
+            _show(settings, admin, by, output)
+            return 0
+        with suppress(KeyboardInterrupt):
+            while True:
+                if output == "table":
+                    print(CLEAR, end="", file=getattr(sys.stdout, "terminal", sys.stdout))
+                _show(settings, admin, by, output)
+                time.sleep(every)
+    return 0
+
+
+def _show(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
+    read = {"topic": _read_topics, "slot": _read_slots, "member": _read_members}[by]
+    print_rows(*read(settings, admin), output)
+
+
+def _check(settings: RunConfig, admin: Admin, output: Output) -> int:
     from relax_events.ops.topic_check import check_topics
 
-    with open_run(config, overrides, may_be_new=True) as (settings, admin):
-        findings = check_topics(settings, admin)
+    findings = check_topics(settings, admin)
     rows = [
         [
             "note" if item.is_note else "ok" if item.is_good else "FAIL",
@@ -47,106 +90,52 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
     return 0 if all(item.is_good for item in findings) else CheckFailed.exit_code
 
 
-def describe(config: RunFile, *overrides: Overrides, output: Output = "table") -> None:
-    """Show the run's topics: partitions, offsets, replicas, what they are for.
-
-    Example: relax topics describe configs/quickstart.toml
-
-    The numbers of records count the transactions' own marks, which no reader sees.
-
-    """
+def _read_topics(settings: RunConfig, admin: Admin) -> tuple[list[str], list[list[Any]]]:
     from relax_events.topics import TopicPlan
 
-    with open_run(config, overrides) as (settings, admin):
-        topics = TopicPlan.from_config(settings)
-        docs = {spec.name: spec.doc for spec in topics.specs()}
-        states = admin.topics(topics.topic(""))
-        partitions = [
-            (state.name, partition)
-            for state in states.values()
-            for partition in range(state.num_partitions)
+    topics = TopicPlan.from_config(settings)
+    docs = {spec.name: spec.doc for spec in topics.specs()}
+    states = admin.topics(topics.topic(""))
+    partitions = [
+        (state.name, partition)
+        for state in states.values()
+        for partition in range(state.num_partitions)
+    ]
+    begins, ends = admin.beginning_offsets(partitions), admin.end_offsets(partitions)
+    rows = []
+    for name, state in sorted(states.items()):
+        mine = [partition for partition in partitions if partition[0] == name]
+        gone = sum(begins[partition] for partition in mine)
+        kept = sum(ends[partition] - begins[partition] for partition in mine)
+        doc = docs.get(name, "not in the plan")
+        rows.append([name, state.num_partitions, state.replication_factor, kept, gone, doc])
+    return ["topic", "partitions", "replicas", "records", "purged", "what"], rows
+
+
+def _read_slots(settings: RunConfig, admin: Admin) -> tuple[list[str], list[list[Any]]]:
+    from relax_events.ops.consumer_lag import read_partition_lag, sum_by_slot
+
+    slots = sum_by_slot(read_partition_lag(settings, admin), now_ms=int(time.time() * 1000))
+    rows = [
+        [
+            slot.role,
+            slot.slot,
+            slot.policy_version,
+            slot.num_records,
+            slot.num_stale,
+            slot.age_seconds,
         ]
-        begins, ends = admin.beginning_offsets(partitions), admin.end_offsets(partitions)
-        rows = []
-        for name, state in sorted(states.items()):
-            mine = [partition for partition in partitions if partition[0] == name]
-            gone = sum(begins[partition] for partition in mine)
-            kept = sum(ends[partition] - begins[partition] for partition in mine)
-            rows.append(
-                [
-                    name,
-                    state.num_partitions,
-                    state.replication_factor,
-                    kept,
-                    gone,
-                    docs.get(name, "not in the plan"),
-                ]
-            )
-        print_rows(["topic", "partitions", "replicas", "records", "purged", "what"], rows, output)
+        for slot in slots
+    ]
+    return ["role", "slot", "policy_version", "lag", "stale", "oldest_seconds"], rows
 
 
-CLEAR = "\x1b[H\x1b[2J"
-
-
-def lag(
-    config: RunFile,
-    *overrides: Overrides,
-    by: Literal["slot", "member"] = "slot",
-    watch: bool = False,
-    every: float = 2.0,
-    output: Output = "table",
-) -> None:
-    """Show records behind by role, and by the slot with the version that owns it or by the member
-    that holds them.
-
-    Example: relax topics lag configs/quickstart.toml --by member
-
-    `stale` records belong to a version before the slot's owner; `oldest_seconds` is how long ago
-    the oldest unread one was written. A role
-    `run ID` is a run that replays this one: it counts what its newest checkpoint does not cover.
-
-    Args:
-        by: What to sum up by.
-        watch: Show it again and again, until Control-C.
-        every: Seconds between two looks.
-    """
-    with open_run(config, overrides) as (settings, admin):
-        if not watch:
-            _show_lag(settings, admin, by, output)
-            return
-        with suppress(KeyboardInterrupt):
-            while True:
-                if output == "table":
-                    print(CLEAR, end="", file=getattr(sys.stdout, "terminal", sys.stdout))
-                _show_lag(settings, admin, by, output)
-                time.sleep(every)
-
-
-def _show_lag(settings: RunConfig, admin: Admin, by: str, output: Output) -> None:
-    from relax_events.ops.consumer_lag import read_partition_lag, sum_by_member, sum_by_slot
+def _read_members(settings: RunConfig, admin: Admin) -> tuple[list[str], list[list[Any]]]:
+    from relax_events.ops.consumer_lag import read_partition_lag, sum_by_member
     from relax_events.topics import TopicPlan
     from relax_events.topics.plan import list_role_inputs
 
-    rows, now_ms = read_partition_lag(settings, admin), int(time.time() * 1000)
-    if by == "slot":
-        columns = ["role", "slot", "policy_version", "lag", "stale", "oldest_seconds"]
-        slots = sum_by_slot(rows, now_ms=now_ms)
-        print_rows(
-            columns,
-            [
-                [
-                    row.role,
-                    row.slot,
-                    row.policy_version,
-                    row.num_records,
-                    row.num_stale,
-                    row.age_seconds,
-                ]
-                for row in slots
-            ],
-            output,
-        )
-        return
+    lags, now_ms = read_partition_lag(settings, admin), int(time.time() * 1000)
     plan = TopicPlan.from_config(settings)
     groups = admin.groups(plan.consumer_group(""))
     by_role = {
@@ -154,27 +143,19 @@ def _show_lag(settings: RunConfig, admin: Admin, by: str, output: Output) -> Non
         for role in list_role_inputs(settings)
         if plan.consumer_group(role) in groups
     }
-    columns = ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"]
-    members = sum_by_member(rows, by_role, now_ms=now_ms)
-    print_rows(
-        columns,
+    rows = [
         [
-            [
-                row.role,
-                row.member,
-                row.host,
-                row.num_records,
-                row.num_stale,
-                row.age_seconds,
-                row.partitions,
-            ]
-            for row in members
-        ],
-        output,
-    )
-
-
-LINE_CHARACTERS = 400
+            member.role,
+            member.member,
+            member.host,
+            member.num_records,
+            member.num_stale,
+            member.age_seconds,
+            member.partitions,
+        ]
+        for member in sum_by_member(lags, by_role, now_ms=now_ms)
+    ]
+    return ["role", "member", "host", "lag", "stale", "oldest_seconds", "partitions"], rows
 
 
 def tail(

@@ -1,8 +1,7 @@
 """The status of an embedded broker, for `relax broker status`."""
 
-import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from relax_events.kafka.embedded.broker import EmbeddedBroker
@@ -30,13 +29,9 @@ class BrokerStatus:
     log_bytes: int
     disk_bytes: int
 
-    def to_json(self) -> str:
-        """Return the status as a JSON object with the fields' names."""
-        return json.dumps(asdict(self))
-
-    def to_text(self) -> str:
-        """Return the status as one aligned line per field."""
-        rows = {
+    def describe(self) -> dict[str, str]:
+        """Return the status for people, by name."""
+        return {
             "state": "running" if self.running else "down",
             "bootstrap servers": self.bootstrap_servers or "-",
             "clients log in": self.login or "-",
@@ -54,8 +49,6 @@ class BrokerStatus:
             "size of broker.log": f"{self.log_bytes / _MIB:.2f} MiB",
             "directory": self.directory,
         }
-        width = max(map(len, rows))
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def read_broker_status(directory: Path) -> BrokerStatus:

@@ -261,7 +261,7 @@ def test_environment_error_names_the_variable(run_file: Path) -> None:
 def test_error_names_the_missing_run_file(tmp_path: Path) -> None:
     text = (
         f"run file {tmp_path / 'no.toml'} does not exist; give the path of a TOML file, for "
-        "example configs/quickstart.toml, which `relax examples` writes"
+        "example configs/quickstart.toml, which `relax init` writes"
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(text)}$"):
         load(tmp_path / "no.toml")
