@@ -191,7 +191,7 @@ RECORD_READER = BoundedPoint(
     "bytes, depth and size of a schema; values in proportion to a record's bytes",
 )
 RUN_IMPORT = BoundedPoint(
-    "relax runs import",
+    "relax topics import",
     (Door.ARCHIVE,),
     "relax_events.ops.export_manifest",
     "regular files below the folder; sizes and checksums before contents",

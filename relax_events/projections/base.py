@@ -11,9 +11,39 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
-from relax_events.events.types import Event
+from relax_events.events.parts import Command
+from relax_events.events.types import Event, RunCommanded
+
+
+@dataclass(slots=True)
+class RunPhase:
+    """Whether the whole run is paused or over, by the newest command to it. `resumed_at` is when it
+    was last resumed, in microseconds since the epoch, 0 before.
+    """
+
+    ended: RunCommanded | None = None
+    is_paused: bool = False
+    resumed_at: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run was stopped, and not resumed since."""
+        return self.ended is not None
+
+    def apply_command(self, event: RunCommanded) -> bool:
+        """Apply a command; return whether it resumes the run. Commands to a role have no effect."""
+        if event.role is not None:
+            return False
+        if event.command is Command.STOP:
+            self.ended = event
+        elif event.command is Command.PAUSE:
+            self.is_paused = True
+        elif event.command is Command.RESUME:
+            self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
+        return event.command is Command.RESUME
 
 
 class Projection(Protocol):

@@ -10,6 +10,7 @@ from enum import StrEnum
 from relax_events.config import RunConfig
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded, TrainStepCommitted, WorkerHeartbeat
+from relax_events.projections.base import RunPhase
 
 MICROS = 1_000_000
 
@@ -78,7 +79,7 @@ class LastHeartbeat:
     received_at: int
 
 
-class HealthState:
+class HealthState(RunPhase):
     """The newest heartbeat of each worker and the interventions since the last resume.
 
     Silence may be this process's own fault. Timeouts therefore only advance while its own
@@ -104,6 +105,7 @@ class HealthState:
                 committed after it: then at least one prompt group was issued since and trained.
             clock: Returns the time at which an event is applied, in microseconds since the epoch.
         """
+        super().__init__()
         self._own_id, self._gap = own_id, int(gap_seconds * MICROS)
         self._clock = clock
         self._own_at: int | None = None
@@ -113,7 +115,6 @@ class HealthState:
         self.interventions: list[Intervention] = []
         self.num_starts: Counter[str] = Counter()
         """Started processes by role, as far as their heartbeats were received."""
-        self.is_paused = self.is_over = self.is_aborted = False
 
     @classmethod
     def from_config(cls, config: RunConfig, *, own_id: str) -> HealthState:
@@ -162,15 +163,13 @@ class HealthState:
         # own commands were applied when they were sent
         if act is not None and act not in self.interventions:
             self.interventions.append(act)
-        if event.role is not None:
-            return
-        if event.command is Command.STOP:
-            self.is_over, self.is_aborted = True, "symptom" in event.arguments
-        elif event.command is Command.PAUSE:
-            self.is_paused = True
-        elif event.command is Command.RESUME:
-            self.is_over = self.is_paused = self.is_aborted = False
+        if self.apply_command(event):
             self.interventions.clear()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the run was stopped for a symptom."""
+        return self.ended is not None and "symptom" in self.ended.arguments
 
     def is_partitioned(self, now: int) -> bool:
         """Return whether this process's own heartbeats do not come back from the broker."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.events.parts import Command, Outcome, WorkerState
+from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import (
     Event,
     MetricsReported,
@@ -23,6 +23,7 @@ from relax_events.events.types import (
     TrainStepCommitted,
     WorkerHeartbeat,
 )
+from relax_events.projections.base import RunPhase
 from relax_events.staleness import is_external
 from relax_events.topics.names import HEARTBEATS, METRICS
 
@@ -42,7 +43,7 @@ RUN_STATE_TOPICS = (
 
 
 @dataclass(slots=True)
-class RunState:
+class RunState(RunPhase):
     """The state of a run, folded from the control log.
 
     Events are applied in log order within each topic; topics have no order among each other. The
@@ -71,9 +72,6 @@ class RunState:
     skipped_at: int = 0
     num_consecutive_skips: int = 0
     critic_metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    ended: RunCommanded | None = None
-    resumed_at: int = 0
-    is_paused: bool = False
     descriptions: list[RunDescribed] = field(default_factory=list)
 
     def apply(self, event: Event) -> None:
@@ -100,8 +98,9 @@ class RunState:
                 self.metrics[event.worker_id] = event
         elif isinstance(event, RunDescribed):
             self.descriptions.append(event)
-        elif isinstance(event, RunCommanded) and event.role is None:
-            self._apply_command(event)
+        elif isinstance(event, RunCommanded) and self.apply_command(event):
+            self.num_consecutive_failures = self.num_consecutive_skips = 0
+            self.failing_since = 0
 
     def _apply_update(self, step: TrainStepCommitted) -> None:
         """Count skipped updates; consecutive skips count only since the run was last resumed."""
@@ -129,15 +128,6 @@ class RunState:
         else:
             for key in list(kept)[:-limit]:
                 del kept[key]
-
-    def _apply_command(self, event: RunCommanded) -> None:
-        if event.command is Command.STOP:
-            self.ended = event
-        elif event.command is Command.PAUSE:
-            self.is_paused = True
-        elif event.command is Command.RESUME:
-            self.ended, self.is_paused, self.resumed_at = None, False, event.commanded_at
-            self.num_consecutive_failures = self.num_consecutive_skips = self.failing_since = 0
 
     def _apply_outcome(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.recent_ended_ids or is_external(event.prompt_group_id):

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, PolicyVersionPublished, RunCommanded, WorkerHeartbeat
+from relax_events.projections.base import RunPhase
 from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
 
 MAX_ENDED_KEPT = 100
@@ -65,11 +66,12 @@ class ElasticWorker:
         )
 
 
-class ScaleState:
+class ScaleState(RunPhase):
     """The elastic workers and the scale requests. An event may be applied twice."""
 
     def __init__(self) -> None:
         """Begin without any event."""
+        super().__init__()
         self.requests: dict[str, ScaleRequest] = {}
         """By id, oldest first: all open ones, and the newest ended ones."""
         self.workers: dict[str, ElasticWorker] = {}
@@ -78,7 +80,6 @@ class ScaleState:
         self.num_ended: Counter[tuple[str, Kind, Status]] = Counter()
         """Number of ended requests, including dropped ones: by role, kind and status."""
         self.policy_version = -1
-        self.is_over = False
         self._last_index: dict[str, int] = {}
 
     def apply(self, event: Event) -> None:
@@ -89,12 +90,8 @@ class ScaleState:
             self.policy_version = max(self.policy_version, event.policy_version)
         elif isinstance(event, RunCommanded) and event.command is Command.SCALE:
             self._apply_scale_command(event)
-        elif (
-            isinstance(event, RunCommanded)
-            and event.role is None
-            and event.command in (Command.STOP, Command.RESUME)
-        ):
-            self.is_over = event.command is Command.STOP
+        elif isinstance(event, RunCommanded):
+            self.apply_command(event)
 
     def _apply_scale_command(self, event: RunCommanded) -> None:
         if event.worker_id is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,6 +96,27 @@ def test_help_of_command_opens_with_a_sentence_and_an_example_that_parses(
     assert example.startswith("Example: relax " + " ".join(words))
     for command in example.removeprefix("Example: ").split("&&"):
         assert app.parse_args(command.split()[1:], print_error=False, exit_on_error=False)
+
+
+def test_docs_and_messages_name_only_commands_that_exist() -> None:
+    """A message may break its line between the words, and a record of a decision names old ones."""
+    nouns = {words[0] for words in subcommands() if len(words) == 2}
+    verbs = {words for words in subcommands() if len(words) == 2}
+    paths = [
+        path
+        for folder in ("docs", "relax_events", "compose", "deploy", "configs")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".md", ".py", ".toml", ".yml", ".yaml", ".tpl", ".js", ".jinja"}
+        and path.parent.name != "adr"
+    ]
+    for path in [*paths, *ROOT.glob("*.md")]:
+        if path.name == "CHANGELOG.md":
+            continue
+        text = path.read_text()
+        for noun, verb in re.findall(rf"relax ({'|'.join(nouns)})[\s\"]+([a-z][a-z-]+)", text):
+            assert (noun, verb) in verbs, f"{path}: relax {noun} {verb}"
+        for name in re.findall(r"`relax\s+([a-z][a-z-]+)", text):
+            assert name in COMMANDS, f"{path}: relax {name}"
 
 
 @pytest.mark.parametrize(
