@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from relax_events.cli.output import excerpt, format_number, format_time, print_json, print_rows
+from relax_events.cli.output import (
+    excerpt,
+    format_number,
+    format_time,
+    print_fields,
+    print_json,
+    print_rows,
+)
 from relax_events.cli.parameters import Output, Overrides, RunFile
 
 if TYPE_CHECKING:
@@ -62,35 +69,35 @@ def show_lineage(
 
 
 def _print_version(lineage: VersionLineage) -> None:
-    print(
-        f"version {lineage.policy_version}, published {format_time(lineage.published_at)}  "
-        f"{lineage.published_position}"
-    )
-    print(f"  weights {lineage.artifact}")
-    if lineage.base_model:
-        digest = lineage.base_digest[:DIGEST_SIGNS] or "unknown"
-        print(f"  adapters of the base model {lineage.base_model}, digest {digest}")
+    digest = lineage.base_digest[:DIGEST_SIGNS] or "unknown"
+    fields = {
+        "version": lineage.policy_version,
+        "published": f"{format_time(lineage.published_at)}  {lineage.published_position}",
+        "weights": lineage.artifact,
+        "adapters of": lineage.base_model and f"{lineage.base_model}, digest {digest}",
+    }
     if lineage.train_step is None or lineage.committed_at is None:
-        print("  the initial weights: no train step made them")
-        return
-    print(
-        f"  made from version {lineage.policy_version - 1} by train step {lineage.train_step}, "
-        f"{format_time(lineage.committed_at)}  {lineage.step_position}"
-    )
-    counts = ", ".join(
-        f"{count} samples {age} behind"
-        for age, count in enumerate(lineage.staleness_counts)
-        if count
-    )
-    print(
-        f"  {len(lineage.prompt_group_ids)} prompt groups, {len(lineage.samples)} samples: {counts}"
-    )
-    for reward in lineage.rewards:
-        function = (
-            f"{reward.reward_name or 'unknown reward function'} (version "
-            f"{reward.reward_digest[:DIGEST_SIGNS] or 'unknown'})"
+        fields["made from"] = "the initial weights: no train step made them"
+    else:
+        counts = ", ".join(
+            f"{count} {age} behind" for age, count in enumerate(lineage.staleness_counts) if count
         )
-        print(f"  {reward.num_samples} scored by {function}, mean {reward.mean_reward:.3f}")
+        fields |= {
+            "made from": f"version {lineage.policy_version - 1} by train step {lineage.train_step}",
+            "committed": f"{format_time(lineage.committed_at)}  {lineage.step_position}",
+            "prompt groups": len(lineage.prompt_group_ids),
+            "samples": f"{len(lineage.samples)}: {counts}",
+            "scored by": {
+                (
+                    f"{reward.reward_name or 'unknown reward function'} "
+                    f"{reward.reward_digest[:DIGEST_SIGNS] or 'unknown'}"
+                ): f"{reward.num_samples} samples, mean {reward.mean_reward:.3f}"
+                for reward in lineage.rewards
+            },
+        }
+    print_fields({name: value for name, value in fields.items() if value not in ("", {})})
+    if lineage.train_step is None:
+        return
     print()
     rows = [
         [

@@ -117,7 +117,7 @@ def print_fields(
             print(f"{'':{indent}}{name}")
             print_fields(value, indent=indent + 2)
         else:
-            print(f"{'':{indent}}{name:<{26 - indent}}{value}")
+            print(f"{'':{indent}}{name:<{25 - indent}} {value}")
 
 
 def format_time(micros: int) -> str:

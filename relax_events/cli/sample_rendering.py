@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from relax_events.cli.output import excerpt, format_number, format_time, print_json, print_rows
+from relax_events.cli.output import (
+    excerpt,
+    format_number,
+    format_time,
+    print_fields,
+    print_json,
+    print_rows,
+)
 
 if TYPE_CHECKING:
     from relax_events.events.parts import ChatMessage, ContentPart
@@ -115,8 +122,10 @@ def line_text(line: SampleLine, *, width: int) -> str:
 
 
 def print_sample(detail: SampleDetail) -> None:
-    """Print a sample as a conversation, with its outcome."""
-    print("\n".join(sample_text(detail)))
+    """Print a sample as a conversation, with its outcome and its tokens."""
+    print("\n".join(conversation_text(detail)))
+    print()
+    print_fields(sample_fields(detail))
     if detail.tokens:
         print()
         print_rows(
@@ -124,42 +133,44 @@ def print_sample(detail: SampleDetail) -> None:
         )
 
 
-def sample_text(detail: SampleDetail) -> Iterator[str]:
-    """Give the lines of a sample."""
-    sample, view = detail.view.sample, detail.view
-    yield (
-        f"sample {sample.sample_id} at {view.position}, generated "
-        f"{format_time(sample.rolled_out_at)} by {sample.worker_id}"
-    )
+def conversation_text(detail: SampleDetail) -> Iterator[str]:
+    """Give the lines of a sample's messages, its completion and its answer."""
+    sample, score = detail.view.sample, detail.view.score
     for message in (*sample.messages, *sample.turns[:-1]):
         yield from indented(message.role, message_text(message))
     yield from indented("completion", sample.completion)
     yield from indented("answer", sample.answer)
-    if view.score is not None and view.score.judge_response:
-        yield from indented("judge response", view.score.judge_response)
-    yield ""
-    yield f"reward      {score_text(view.score)}"
-    for name, score in detail.other_scores.items():
-        yield f"  {name:<9} {score_text(score)}"
-    yield f"outcome     {outcome_text(detail)}"
+    if score is not None and score.judge_response:
+        yield from indented("judge response", score.judge_response)
+
+
+def sample_fields(detail: SampleDetail) -> dict[str, Any]:
+    """Return what became of a sample, and where it is from, for people."""
+    sample, view = detail.view.sample, detail.view
     segments = ", ".join(
         f"{segment.num_tokens} tokens of version {segment.policy_version}"
         for segment in sample.version_segments
     )
-    yield f"versions    {segments}; owned by version {sample.policy_version}"
-    yield (
-        f"tokens      {sample.num_prompt_tokens} prompt, {view.num_completion_tokens} "
-        f"completion, ended by {sample.finish_reason.value}"
-    )
-    if sample.path_lengths:
-        lengths = ", ".join(map(str, sample.path_lengths))
-        yield f"paths       {len(sample.path_lengths)} of {lengths} tokens; shown is the last"
-    yield (
-        f"issued      for step {sample.key.train_step}, slot {sample.key.group_index}, attempt "
-        f"{sample.key.attempt}; row {sample.key.row} of the prompt stream"
-    )
-    if detail.num_generations > 1:
-        yield f"generated   {detail.num_generations} times"
+    lengths = ", ".join(map(str, sample.path_lengths))
+    times = f", {detail.num_generations} times" if detail.num_generations > 1 else ""
+    fields = {
+        "sample": f"{sample.sample_id} at {view.position}",
+        "generated": f"{format_time(sample.rolled_out_at)} by {sample.worker_id}{times}",
+        "reward": score_text(view.score),
+        "other scores": {name: score_text(score) for name, score in detail.other_scores.items()},
+        "outcome": outcome_text(detail),
+        "versions": f"{segments}; owned by version {sample.policy_version}",
+        "tokens": (
+            f"{sample.num_prompt_tokens} prompt, {view.num_completion_tokens} completion, ended by "
+            f"{sample.finish_reason.value}"
+        ),
+        "paths": lengths and f"{len(sample.path_lengths)} of {lengths} tokens; shown is the last",
+        "issued": (
+            f"for step {sample.key.train_step}, slot {sample.key.group_index}, attempt "
+            f"{sample.key.attempt}; row {sample.key.row} of the prompt stream"
+        ),
+    }
+    return {name: value for name, value in fields.items() if value}
 
 
 def score_text(score: SampleScored | None) -> str:

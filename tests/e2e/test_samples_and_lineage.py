@@ -42,7 +42,7 @@ def test_samples_are_shown_and_exported(
     shown = relax("samples", finished_run.run_file, "--sample", best["sample_id"], "--tokens")
     assert shown.code == 0, shown.err
     assert any(f"user:\n    {prompt}\n" in shown.out for prompt in PROMPTS)
-    assert f"reward      {best['reward']:g} by {finished_run.config.reward.function}" in shown.out
+    assert f"{'reward':<26}{best['reward']:g} by {finished_run.config.reward.function}" in shown.out
     table = shown.out.partition("position  token")[2].splitlines()[1:]
     assert sum(" yes " in row for row in table) == best["num_completion_tokens"]
 

@@ -10,9 +10,10 @@ from event_samples import ended, rolled_out, sample_key, scored
 from relax_events.cli.output import excerpt
 from relax_events.cli.sample_rendering import (
     HEAD,
+    conversation_text,
     line_text,
     sample_document,
-    sample_text,
+    sample_fields,
     token_cells,
 )
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, Outcome
@@ -113,20 +114,19 @@ def test_sample_text_shows_conversation_reward_and_outcome() -> None:
         completion="a \x1bcat\non a mat",
         answer="cat",
     )
-    text = "\n".join(sample_text(detail(shown)))
+    text, fields = "\n".join(conversation_text(detail(shown))), sample_fields(detail(shown))
     assert (
         "system:\n    be brief\nuser:\n    [image/png, 120 bytes: "
         "file:///objects/sha256/ab/abcd.png]what is it?"
     ) in text
     assert (
         "completion:\n    a \\x1bcat\n    on a mat\nanswer:\n    cat\njudge response:\n    It is "
-        "a cat.\n    Score: 1\n"
+        "a cat.\n    Score: 1"
     ) in text
-    assert (
+    assert fields["reward"] == (
         "0.75 (format 0.25, answer 0.5) by rewards.py:strict (version abcdef012345) in 0.125 s"
-        in text
     )
-    assert "trained in step 1, 0 versions behind; in version 2 and later" in text
+    assert fields["outcome"] == "trained in step 1, 0 versions behind; in version 2 and later"
 
 
 def test_failed_score_and_failed_prompt_group_show_their_reasons() -> None:
@@ -135,21 +135,19 @@ def test_failed_score_and_failed_prompt_group_show_their_reasons() -> None:
         reward_name="judge",
         error="took longer than 5 s",
     )
-    text = "\n".join(
-        sample_text(
-            detail(view(score, ended(outcome=Outcome.FAILED, reason="reward: took longer")))
-        )
-    )
-    assert "failed by judge (version unknown) in 0.000 s: took longer than 5 s" in text
-    assert "outcome     failed: reward: took longer" in text
+    end = ended(outcome=Outcome.FAILED, reason="reward: took longer")
+    fields = sample_fields(detail(view(score, end)))
+    assert fields["reward"] == "failed by judge (version unknown) in 0.000 s: took longer than 5 s"
+    assert fields["outcome"] == "failed: reward: took longer"
 
 
 def test_other_scores_are_shown_below_the_original() -> None:
-    lines = list(
-        sample_text(detail(view(scored(reward=1.0)), other_scores={"strict": scored(reward=0.5)}))
+    fields = sample_fields(
+        detail(view(scored(reward=1.0)), other_scores={"strict": scored(reward=0.5)})
     )
-    reward_line = next(number for number, line in enumerate(lines) if line.startswith("reward"))
-    assert lines[reward_line + 1].split()[:2] == ["strict", "0.5"]
+    names = list(fields)
+    assert names[names.index("reward") + 1] == "other scores"
+    assert fields["other scores"]["strict"].startswith("0.5 by ")
 
 
 def test_token_row_shows_logprobs_only_for_loss_tokens() -> None:
