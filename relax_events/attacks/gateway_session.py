@@ -9,8 +9,9 @@ import numpy as np
 from relax_events.config import SamplingConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
-from relax_events.gateway.render_queue import RenderQueue
-from relax_events.gateway.session import Generate, Session, SessionBounds
+from relax_events.episodes.render_queue import RenderQueue
+from relax_events.episodes.session import Generate, SessionBounds
+from relax_events.gateway.chat_session import ChatSession
 
 
 def open_session(
@@ -23,7 +24,7 @@ def open_session(
     max_new_tokens: int = 400,
     max_context_tokens: int = 4000,
     **more: Any,
-) -> Session:
+) -> ChatSession:
     """Open a session whose turns a function samples, with a queue of its own; `more` are
     further fields of the session.
     """
@@ -42,8 +43,6 @@ def open_session(
         sampling=SamplingConfig(max_new_tokens=max_new_tokens),
         stop_token_ids=renderer.stop_token_ids,
     )
-    bounds = SessionBounds(
-        max_turns=max_turns, max_new_tokens=max_new_tokens, max_context_tokens=max_context_tokens
-    )
+    bounds = SessionBounds(max_turns=max_turns, max_context_tokens=max_context_tokens)
     queue = RenderQueue.of_renderer(renderer)
-    return Session(request, sample, bounds, renderer, queue, generate, **more)
+    return ChatSession(request, sample, bounds, renderer, queue, generate, **more)

@@ -112,9 +112,9 @@ class EnvironmentConfig(Section):
     episode_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 900.0
     """Deadline of a program after that (`command`)."""
     attempts: Annotated[Positive, free("how often a failed episode is begun again")] = 3
-    """How often an episode is begun in all if its program or session fails or is late, or its
-    program calls no model. After the last attempt the prompt becomes a dead letter, and its prompt
-    group fails without a score."""
+    """How often an episode is begun in all if its program or session fails or is late, its program
+    calls no model, or the engine fails. After the last attempt the prompt becomes a dead letter,
+    and its prompt group fails without a score."""
     tool_call_format: Literal[
         "auto", "hermes", "qwen3_coder", "glm", "llama3", "mistral", "deepseek"
     ] = "auto"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -81,22 +81,6 @@ class SampleState:
             top_tokens=self.top_tokens if self.top_tokens.shape[1] else None,
             routed_experts=self.experts if self.experts.shape[1] else None,
         )
-
-
-def merge_segments(
-    segments: tuple[VersionSegment, ...], more: Iterable[VersionSegment]
-) -> tuple[VersionSegment, ...]:
-    """Append runs of tokens; merge equal neighbours, drop empty ones."""
-    joined = list(segments)
-    for run in more:
-        last = joined[-1] if joined else None
-        if last and (last.policy_version, last.kept_cache) == (run.policy_version, run.kept_cache):
-            joined[-1] = VersionSegment(
-                run.policy_version, last.num_tokens + run.num_tokens, run.kept_cache
-            )
-        elif run.num_tokens:
-            joined.append(run)
-    return tuple(joined)
 
 
 class ServedModel(Protocol):

@@ -1,3 +1,1 @@
-"""Environments: functions that reply to the policy, and the engine that runs multi-turn samples
-with them.
-"""
+"""Environments: functions and stateful objects that reply to the policy, in child processes."""

@@ -4,9 +4,8 @@ never the worker.
 
 from __future__ import annotations
 
-import queue
+import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,17 +18,18 @@ from relax_events.environments.reply_encoding import MAX_REPLY_BYTES
 from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage
-from relax_events.media.library import MediaLibrary
+from relax_events.media.library import LibraryThreads, MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import list_message_media
-
-ReplyCallback = Callable[["Future[ProcessedReply | None]"], None]
+from relax_events.runtime.loop_thread import LoopThread
 
 
 class EnvironmentPool:
-    """`environment.processes` children, each with a thread that also fetches, checks, stores and
-    decodes the media of its replies.
+    """`environment.processes` children, and as many threads that fetch, check, store and decode the
+    media of their replies.
 
-    Use it from one thread.
+    Attributes:
+        loop: Waits for the replies.
     """
 
     def __init__(
@@ -39,16 +39,17 @@ class EnvironmentPool:
 
         Args:
             config: The run; its environment has a function.
-            libraries: Opens a library of the run's media; each child's thread has its own.
+            libraries: Opens a library of the run's media; each thread has its own.
         Raises:
             ConfigError: The function can't be loaded; the text says why.
         """
         environment = config.environment
         self._config, self._takes_files = environment, False
-        self._libraries: queue.SimpleQueue[MediaLibrary] = queue.SimpleQueue()
-        for _ in range(environment.processes):
-            self._libraries.put((libraries or (lambda: MediaLibrary(config)))())
-        self._threads = ThreadPoolExecutor(environment.processes, thread_name_prefix="environment")
+        self._media = LibraryThreads(
+            libraries or (lambda: MediaLibrary(config)),
+            size=environment.processes,
+            name="environment",
+        )
         self._children = ChildPool(
             ChildSettings(
                 entry_point=find_environment(str(environment.function), has_sessions=False),
@@ -56,6 +57,7 @@ class EnvironmentPool:
                 size=environment.processes,
             )
         )
+        self.loop = LoopThread("environments")
         with ExitStack() as on_failure:
             on_failure.callback(self.close)
             self._takes_files = self._start()
@@ -72,54 +74,20 @@ class EnvironmentPool:
         name = f"environment {self._config.function}"
         return lost.as_load_error(name, see="environment.memory_bytes")
 
-    def request_reply(
-        self,
-        sample_id: str,
-        task: EnvironmentContext,
-        turns: Sequence[ChatMessage],
-        *,
-        on_reply: ReplyCallback,
-    ) -> None:
-        """Request a reply to the last turn of the policy.
+    async def reply(
+        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
+    ) -> ProcessedReply | None:
+        """Return the reply to the last turn of the policy; None when the sample is over.
 
         Args:
             sample_id: For errors.
             task: The row of its prompt.
             turns: The policy's turns and the replies so far, ending with a turn of the policy.
-            on_reply: Receives the reply, from another thread; None when the sample is over, a
-                `PoisonSample` when the environment or its media failed.
+        Raises:
+            PoisonSample: The environment or its media failed.
         """
-        snapshot = tuple(turns)  # the caller's list changes
-        self._threads.submit(self._reply, sample_id, task, snapshot).add_done_callback(on_reply)
-
-    def close(self) -> None:
-        """Close all children; running calls are cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._children.close()
-        self._threads.shutdown()
-
-    def _reply(
-        self, sample_id: str, task: EnvironmentContext, turns: Sequence[ChatMessage]
-    ) -> ProcessedReply | None:
-        library = self._libraries.get()
-        try:
-            return self._reply_with(library, sample_id, task, turns)
-        finally:
-            self._libraries.put(library)
-
-    def _reply_with(
-        self,
-        library: MediaLibrary,
-        sample_id: str,
-        task: EnvironmentContext,
-        turns: Sequence[ChatMessage],
-    ) -> ProcessedReply | None:
         *before, last = (*task.messages, *turns)
-        files = (
-            [library.fetch_file(reference) for reference in list_message_media(before)]
-            if self._takes_files
-            else []
-        )
+        files = await self._fetch(before) if self._takes_files else []
         request = {
             "completion": last.text,
             "messages": [
@@ -128,28 +96,39 @@ class EnvironmentPool:
             "answer": task.answer,
             "metadata": task.metadata,
         }
-        where = (
-            f"environment {self._config.function} on turn "
-            f"{sum(message.role == last.role for message in turns)} of sample {sample_id}"
-        )
-        reply = self._call_child(request, files, where)
+        number = sum(message.role == last.role for message in turns)
+        where = f"environment {self._config.function} on turn {number} of sample {sample_id}"
+        reply = await self._call_child(request, files, where)
         if "error" in reply.head:
             raise PoisonSample(f"{where}: {reply.head['error']}")
-        return (
-            None
-            if reply.head["reply"] is None
-            else process_reply(
-                reply.head["reply"],
-                reply.contents,
-                library=library,
-                where=where,
-            )
+        head = reply.head["reply"]
+        if head is None:
+            return None
+        return await self._media.run(
+            lambda library: process_reply(head, reply.contents, library=library, where=where)
         )
 
-    def _call_child(self, request: dict[str, Any], files: Sequence[bytes], where: str) -> Reply:
+    async def load_media(self, messages: Sequence[ChatMessage]) -> tuple[ProcessedMedia, ...]:
+        """Return the media of messages as inputs of the model; errors as of `MediaLibrary.load`."""
+        references = list_message_media(messages)
+        return await self._media.run(lambda library: tuple(map(library.load, references)))
+
+    def close(self) -> None:
+        """Cancel running calls, and end all children."""
+        self.loop.close()
+        self._children.close()
+        self._media.close()
+
+    async def _fetch(self, messages: Sequence[ChatMessage]) -> list[bytes]:
+        references = list_message_media(messages)
+        return await self._media.run(lambda library: [*map(library.fetch_file, references)])
+
+    async def _call_child(
+        self, request: dict[str, Any], files: Sequence[bytes], where: str
+    ) -> Reply:
         seconds = self._config.timeout_seconds
         try:
-            return self._children.call(request, files, seconds=seconds).result()
+            return await asyncio.wrap_future(self._children.call(request, files, seconds=seconds))
         except ChildLost as lost:
             if not lost.was_loaded:
                 raise self._load_error(lost) from None

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import queue
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
+import orjson
 import structlog
 
 from relax_events.config import EnvironmentConfig, RunConfig
@@ -37,13 +36,12 @@ from relax_events.environments.interfaces.protocol import DEADLINES
 from relax_events.environments.pool import build_setup, describe_content
 from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, EpisodeFailed, PoisonSample
-from relax_events.media.library import MediaLibrary
+from relax_events.media.library import LibraryThreads, MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import list_message_media
-from relax_events.runtime.cancellable_tasks import CancellableTasks
+from relax_events.runtime.loop_thread import LoopThread
 
 log = structlog.get_logger()
-Result = TypeVar("Result")
-CLOSE_SECONDS = 30.0
 SILENT_SECONDS = 30.0
 """A child that ticks each second and is silent for so long hangs."""
 GRACE_SECONDS = 5.0
@@ -57,6 +55,26 @@ class ProcessedOpening:
     messages: tuple[ProcessedReply, ...]
     replaces_prompt: bool
     tools: str
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the prompt stays as it is."""
+        return not (self.messages or self.tools or self.replaces_prompt)
+
+    def add_to(
+        self, task: EnvironmentContext, media: Sequence[ProcessedMedia]
+    ) -> tuple[EnvironmentContext, tuple[ProcessedMedia, ...]]:
+        """Return a row with what the environment said, and the media of its messages.
+
+        Args:
+            task: The row of the prompt.
+            media: Of its messages.
+        """
+        messages = [reply.message for reply in self.messages]
+        added = tuple(piece for reply in self.messages for piece in reply.media)
+        if not self.replaces_prompt:
+            messages, added = [*task.messages, *messages], (*media, *added)
+        return replace(task, messages=messages, tools=_join_tools(task.tools, self.tools)), added
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +102,18 @@ class EnvironmentSession:
 
     def open(self) -> Future[ProcessedOpening]:
         """Set the session up, once a slot of `environment.concurrency` is free."""
-        self._opening = self._pool.run(self._pool.open_session(self))
+        self._opening = self._pool.loop.run(self._pool.open_session(self))
         return self._opening
 
     def step(self, completion: str) -> Future[ProcessedObservation]:
         """Give the environment a turn of the policy."""
-        return self._pool.run(self._pool.step_session(self, completion))
+        return self._pool.loop.run(self._pool.step_session(self, completion))
 
     def close(self) -> None:
         """Close the session, also while it is being set up; the caller does not wait for it."""
         if self._opening is not None:
             self._opening.cancel()
-            self._pool.run(self._pool.close_session(self))
+            self._pool.loop.run(self._pool.close_session(self))
 
 
 class SessionPool:
@@ -114,16 +132,12 @@ class SessionPool:
         """
         environment = self._environment = config.environment
         self.name = f"environment {environment.name}"
-        self._libraries: queue.SimpleQueue[MediaLibrary] = queue.SimpleQueue()
-        for _ in range(environment.processes):
-            self._libraries.put((libraries or (lambda: MediaLibrary(config)))())
-        self._threads = ThreadPoolExecutor(environment.processes, thread_name_prefix="replies")
+        self._media = LibraryThreads(
+            libraries or (lambda: MediaLibrary(config)), size=environment.processes, name="replies"
+        )
         self._numbers = count(1)
-        self._loop = asyncio.new_event_loop()
-        self._tasks = CancellableTasks(self._loop)
         self._free = asyncio.Semaphore(environment.concurrency)
-        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
-        self._thread.start()
+        self.loop = LoopThread("environments")
         self._num_sessions = [0] * environment.processes
         self._children = _build_children(config)
         self._takes_files = self._is_concurrent = False
@@ -139,19 +153,10 @@ class SessionPool:
         """Return the session of a sample, not yet set up."""
         return EnvironmentSession(self, sample_id, task)
 
-    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine in the pool's thread."""
-        return self._tasks.run(work)
-
     def close(self) -> None:
         """Close all sessions and processes."""
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(CLOSE_SECONDS)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_SECONDS)
-        self._loop.close()
-        self._threads.shutdown()
+        self.loop.close(last=self._close_children())
+        self._media.close()
 
     async def open_session(self, session: EnvironmentSession) -> ProcessedOpening:
         """Set a session up; see `EnvironmentSession.open`.
@@ -245,11 +250,8 @@ class SessionPool:
         return EpisodeFailed(f"{where}: its process {lost.describe('')}, and with it the session")
 
     async def _fetch(self, task: EnvironmentContext) -> list[bytes]:
-        return await self._in_thread(
-            lambda library: [
-                library.fetch_file(reference) for reference in list_message_media(task.messages)
-            ]
-        )
+        references = list_message_media(task.messages)
+        return await self._media.run(lambda library: [*map(library.fetch_file, references)])
 
     async def _process(
         self, session: EnvironmentSession, reply: Reply
@@ -267,26 +269,11 @@ class SessionPool:
                 first = end
             return tuple(processed)
 
-        return await self._in_thread(process)
+        return await self._media.run(process)
 
-    async def _in_thread(self, work: Callable[[MediaLibrary], Result]) -> Result:
-        def run() -> Result:
-            library = self._libraries.get()
-            try:
-                return work(library)
-            finally:
-                self._libraries.put(library)
-
-        return await asyncio.get_running_loop().run_in_executor(self._threads, run)
-
-    async def _stop(self) -> None:
-        await self._tasks.cancel()
+    async def _close_children(self) -> None:
         seconds = self._environment.timeout_seconds + 1.0
         await asyncio.to_thread(self._children.close, exit_seconds=seconds)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
 
 def _build_children(config: RunConfig) -> ChildPool:
@@ -314,6 +301,13 @@ def choose_entry_point(environment: EnvironmentConfig) -> tuple[EntryPoint, list
             return USER_SESSIONS, []
         return SERVER_SESSIONS, [server.address for server in servers]
     return find_environment(str(environment.function), has_sessions=True), []
+
+
+def _join_tools(row: str, opening: str) -> str:
+    """Join two JSON lists of tools, either of which may be empty."""
+    if not row or not opening:
+        return row or opening
+    return orjson.dumps([*orjson.loads(row), *orjson.loads(opening)]).decode()
 
 
 def _check_answer(reply: Reply, where: str) -> None:

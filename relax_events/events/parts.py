@@ -9,6 +9,7 @@ epoch, UTC.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import field
 from enum import Enum, StrEnum
 from typing import Annotated, TypeVar
@@ -214,6 +215,22 @@ class VersionSegment:
     kept_cache: bool = False
     """True when the attention cache was kept from older weights, so that the log-probabilities are
     approximate."""
+
+
+def merge_segments(
+    segments: tuple[VersionSegment, ...], more: Iterable[VersionSegment]
+) -> tuple[VersionSegment, ...]:
+    """Append runs of tokens; merge equal neighbours, drop empty ones."""
+    joined = list(segments)
+    for run in more:
+        last = joined[-1] if joined else None
+        if last and (last.policy_version, last.kept_cache) == (run.policy_version, run.kept_cache):
+            joined[-1] = VersionSegment(
+                run.policy_version, last.num_tokens + run.num_tokens, run.kept_cache
+            )
+        elif run.num_tokens:
+            joined.append(run)
+    return tuple(joined)
 
 
 @immutable(frozen=True, slots=True, kw_only=True)

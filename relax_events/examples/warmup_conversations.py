@@ -4,9 +4,7 @@ environment.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from relax_events.data.rows import PromptRow
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.environments.reply_media import ProcessedReply
-from relax_events.environments.session_engine import open_task
 from relax_events.environments.session_pool import SessionPool
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
@@ -116,15 +113,15 @@ class WarmupConversations:
         self,
         row: PromptRow,
         task: EnvironmentContext,
-        media: list[ProcessedMedia],
+        media: Sequence[ProcessedMedia],
         answers: list[str],
     ) -> SupervisedExample:
-        """Build the example of a row by a session of the environment, as `SessionEngine` does."""
+        """Build the example of a row by a session of the environment, as `StatefulDriver` does."""
         assert self._sessions is not None
         session = self._sessions.session(f"warm-up/{row.answer}", task)
         try:
             opening = session.open().result()
-            task, media = open_task(task, media, opening)
+            task, media = opening.add_to(task, media)
             prompt = self._renderer.prompt_tokens(task.messages, tools=task.tools)
             turns: list[ChatMessage] = []
             pieces: list[NDArray[np.int32]] = []
@@ -151,9 +148,7 @@ class WarmupConversations:
         if self._pool is None:
             replies = read_replies(task.metadata, key=self._config.sft_warmup.replies_key)
             return ProcessedReply(replies[number - 1], ()) if number <= len(replies) else None
-        reply_queue: queue.SimpleQueue[Future[ProcessedReply | None]] = queue.SimpleQueue()
-        self._pool.request_reply("of the SFT warm-up", task, turns, on_reply=reply_queue.put)
-        return reply_queue.get().result()
+        return self._pool.loop.run(self._pool.reply("of the SFT warm-up", task, turns)).result()
 
 
 def join_pieces(

@@ -1,3 +1,1 @@
-"""Sessions in which a foreign program talks with the policy: message graph, dialects of the model
-APIs, and the engine that runs the programs as episodes.
-"""
+"""The gateway: model APIs by which a foreign program talks with the policy in a session."""

@@ -10,8 +10,12 @@ from pydantic import Field, field_validator
 
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.messages import Tool, parse_arguments, parse_message, refuse_unknown_fields
+from relax_events.episodes.graph import Node
+from relax_events.episodes.messages import with_one_system_message
+from relax_events.episodes.session import Limit
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.dialect import (
     AnswerHead,
     ModelCall,
@@ -23,9 +27,6 @@ from relax_events.gateway.dialect import (
     require_list,
     require_text,
 )
-from relax_events.gateway.graph import Node
-from relax_events.gateway.messages import with_one_system_message
-from relax_events.gateway.session import Limit, Session
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -82,7 +83,7 @@ class AnthropicPrompt(ModelCall):
             tools.append(build_tool(name, tool.get("description"), tool.get("input_schema")))
         return tools
 
-    def history(self, session: Session) -> list[ChatMessage]:
+    def history(self, session: ChatSession) -> list[ChatMessage]:
         """Return the conversation: a result of a tool is a message of its own; see `ModelCall`."""
         messages: list[Item] = []
         if self.system:

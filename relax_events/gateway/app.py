@@ -26,16 +26,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import Lifespan
 
 from relax_events import __version__
+from relax_events.episodes.graph import Node
+from relax_events.episodes.session import SessionClosed, SessionLimit
 from relax_events.errors import EngineFailed, ObjectError, PoisonSample, StoreUnavailable
 from relax_events.gateway.anthropic_dialect import AnthropicCall, AnthropicPrompt, anthropic_error
 from relax_events.gateway.chat_dialect import ChatCall, openai_error
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.dialect import AnswerHead, ModelCall, Problem, describe
 from relax_events.gateway.disconnects import cancel_on_disconnect
-from relax_events.gateway.graph import Node
 from relax_events.gateway.offer_routes import add_offer_routes
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.responses_dialect import ResponsesCall
-from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 from relax_events.gateway.session_keys import NO_KEY, Callers, SessionKeys, require_session
 from relax_events.http.guard import GuardLimits, RequestGuard
 from relax_events.http.identity import RequestHead
@@ -138,7 +139,9 @@ def build_dialect_app(model_name: str, *, lifespan: Lifespan[FastAPI] | None = N
     return app
 
 
-async def _serve(request: Request, session: Session, call: ModelCall, model_name: str) -> Response:
+async def _serve(
+    request: Request, session: ChatSession, call: ModelCall, model_name: str
+) -> Response:
     """Answer a call, whole or as a stream."""
     head = AnswerHead(secrets.token_hex(12), call.model or model_name)
     work = asyncio.ensure_future(_chat(session, call, head))
@@ -159,12 +162,12 @@ async def _serve(request: Request, session: Session, call: ModelCall, model_name
             await _stop(work)
 
 
-async def _chat(session: Session, call: ModelCall, head: AnswerHead) -> Node:
+async def _chat(session: ChatSession, call: ModelCall, head: AnswerHead) -> Node:
     """Have the policy answer a call.
 
     Raises:
         SessionLimit, SessionClosed, PoisonSample, EngineFailed, ObjectError, StoreUnavailable: See
-            `Session.chat`.
+            `ChatSession.chat`.
     """
     node = await session.chat(
         call.history(session), tools=call.write_tools(), max_tokens=call.bound
@@ -174,7 +177,7 @@ async def _chat(session: Session, call: ModelCall, head: AnswerHead) -> Node:
 
 
 async def _stream(
-    session: Session, call: ModelCall, head: AnswerHead, work: asyncio.Future[Node]
+    session: ChatSession, call: ModelCall, head: AnswerHead, work: asyncio.Future[Node]
 ) -> AsyncGenerator[bytes]:
     try:
         while not work.done():

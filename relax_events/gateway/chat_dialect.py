@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field
 
 from relax_events.data.messages import Tool, parse_message, print_message, refuse_unknown_fields
+from relax_events.episodes.graph import Node
+from relax_events.episodes.messages import with_one_system_message
 from relax_events.events.parts import ChatMessage
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.dialect import (
     AnswerHead,
     ModelCall,
@@ -17,9 +20,6 @@ from relax_events.gateway.dialect import (
     data_event,
     is_cut_off,
 )
-from relax_events.gateway.graph import Node
-from relax_events.gateway.messages import with_one_system_message
-from relax_events.gateway.session import Session
 
 END = b"data: [DONE]\n\n"
 
@@ -69,7 +69,7 @@ class ChatCall(ModelCall):
         """Return the tools, which have the form of chat templates."""
         return [tool.model_dump() for tool in self.tools]
 
-    def history(self, session: Session) -> list[ChatMessage]:
+    def history(self, session: ChatSession) -> list[ChatMessage]:
         """Return the messages; the program sends all of them with each call; see `ModelCall`."""
         messages = []
         for number, message in enumerate(self.messages):

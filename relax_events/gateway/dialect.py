@@ -20,11 +20,12 @@ from typing import Any
 import orjson
 
 from relax_events.data.messages import Tool, write_json
+from relax_events.episodes.graph import Node, path_tokens
+from relax_events.episodes.session import SessionClosed, SessionLimit
 from relax_events.errors import EngineFailed, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason
-from relax_events.gateway.graph import Node, path_tokens
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.sampling import CallSampling
-from relax_events.gateway.session import Session, SessionClosed, SessionLimit
 
 RETRY_SECONDS = 1
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
@@ -100,7 +101,7 @@ class ModelCall(CallSampling, ABC):
         return write_json(tools, what="the tools") if tools else ""
 
     @abstractmethod
-    def history(self, session: Session) -> list[ChatMessage]:
+    def history(self, session: ChatSession) -> list[ChatMessage]:
         """Return the whole conversation up to the turn that is asked for.
 
         Raises:
@@ -119,11 +120,11 @@ class ModelCall(CallSampling, ABC):
     def failure_event(self, problem: Problem, head: AnswerHead) -> bytes:
         """Return the event that ends a stream without an answer."""
 
-    def record(self, session: Session, node: Node, head: AnswerHead) -> None:
+    def record(self, session: ChatSession, node: Node, head: AnswerHead) -> None:
         """Keep what later calls of this dialect may refer to: by default nothing."""
 
 
-def describe(error: Exception, session: Session) -> Problem:
+def describe(error: Exception, session: ChatSession) -> Problem:
     """Return an error of a session as a problem: a refused call is 4xx, a failed engine or store
     503.
     """

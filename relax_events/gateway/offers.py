@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_events.errors import EpisodeFailed
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.program import ProgramLimits, wait_for_end
-from relax_events.gateway.session import Session
 
 MAX_REMEMBERED = 4096
 """Finished sessions whose harness may ask again whether they are."""
@@ -37,7 +37,7 @@ class Offer:
         ended: The harness's reward, None without one; or why it failed.
     """
 
-    session: Session
+    session: ChatSession
     key: str
     task: Mapping[str, Any]
     taken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,7 +66,7 @@ class SessionOffers:
         """Episodes that a harness has."""
         return len(self._taken)
 
-    async def run(self, session: Session, key: str, task: Mapping[str, Any]) -> float | None:
+    async def run(self, session: ChatSession, key: str, task: Mapping[str, Any]) -> float | None:
         """Offer an episode, and wait until a harness has finished it.
 
         Returns:

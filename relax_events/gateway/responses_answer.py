@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.episodes.graph import Node
 from relax_events.gateway.dialect import (
     AnswerHead,
     Problem,
@@ -13,7 +14,6 @@ from relax_events.gateway.dialect import (
     is_cut_off,
     named_event,
 )
-from relax_events.gateway.graph import Node
 
 
 def response_id(head: AnswerHead) -> str:

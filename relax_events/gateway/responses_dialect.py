@@ -9,8 +9,11 @@ from pydantic import Field
 
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.messages import Tool, parse_message
+from relax_events.episodes.graph import Node, path_messages
+from relax_events.episodes.messages import SYSTEM, SYSTEM_ROLES, with_one_system_message
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.dialect import (
     AnswerHead,
     ModelCall,
@@ -19,15 +22,12 @@ from relax_events.gateway.dialect import (
     require_list,
     require_text,
 )
-from relax_events.gateway.graph import Node, path_messages
-from relax_events.gateway.messages import SYSTEM, SYSTEM_ROLES, with_one_system_message
 from relax_events.gateway.responses_answer import (
     answer_events,
     build_response,
     failed_event,
     response_id,
 )
-from relax_events.gateway.session import Session
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -74,14 +74,14 @@ class ResponsesCall(ModelCall):
             tools.append(build_tool(name, tool.get("description"), tool.get("parameters")))
         return tools
 
-    def history(self, session: Session) -> list[ChatMessage]:
+    def history(self, session: ChatSession) -> list[ChatMessage]:
         """Return the instructions, the conversation before, and the input; see `ModelCall`."""
         spoken = self._without_instructions(session)
         if self.instructions:
             spoken = [ChatMessage.of_text(SYSTEM, self.instructions), *spoken]
         return with_one_system_message(spoken)
 
-    def record(self, session: Session, node: Node, head: AnswerHead) -> None:
+    def record(self, session: ChatSession, node: Node, head: AnswerHead) -> None:
         """Keep the conversation, for a call that names this answer: as the graph has it, which
         has references in place of media.
         """
@@ -115,7 +115,7 @@ class ResponsesCall(ModelCall):
             "tools": self.tools,
         }
 
-    def _without_instructions(self, session: Session) -> list[ChatMessage]:
+    def _without_instructions(self, session: ChatSession) -> list[ChatMessage]:
         before: Sequence[ChatMessage] = ()
         if self.previous_response_id:
             earlier_messages = session.answers.get(self.previous_response_id)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 
 import structlog
 
-from relax_events.engines.protocol import Engine, GeneratedSample
+from relax_events.engines.protocol import Engine
+from relax_events.episodes.call_engine import CallEngine, EngineCall
 from relax_events.errors import EngineFailed
-from relax_events.gateway.call_engine import CallEngine, EngineCall
 
 log = structlog.get_logger()
 POLL_SECONDS = 1.0
@@ -43,8 +42,8 @@ class ServedEngine(CallEngine):
     def _is_waiting(self) -> bool:
         return True
 
-    def _put(self, item: EngineCall | GeneratedSample | None) -> None:
-        super()._put(item)
+    def _put(self, call: EngineCall | None) -> None:
+        super()._put(call)
         if self.failure is not None:  # checked last: nothing takes what is queued after the failure
             self._fail_queued(self.failure)
 
@@ -57,16 +56,6 @@ class ServedEngine(CallEngine):
             log.exception("engine.failed")
             failure = EngineFailed(f"the engine has failed: {error!r}; restart the server")
         self.failure = failure
-        self._fail_calls(list(self._calls), failure)
+        self._fail_calls(failure)
         self._fail_queued(failure)
         self._engine.close()
-
-    def _fail_queued(self, failure: EngineFailed) -> None:
-        """Answer the calls that were never submitted."""
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(item, EngineCall) and item.done.set_running_or_notify_cancel():
-                item.done.set_exception(failure)

@@ -12,11 +12,12 @@ from relax_events.config import DataConfig, EngineConfig, ModelConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.episodes.render_queue import RenderQueue
+from relax_events.episodes.session import SessionBounds
 from relax_events.errors import ConfigError
-from relax_events.gateway.render_queue import RenderQueue
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.sampling import CallSampling
 from relax_events.gateway.served_engine import ServedEngine
-from relax_events.gateway.session import Session, SessionBounds
 from relax_events.weights import Weights
 
 CALLERS = "http"
@@ -60,7 +61,6 @@ class ServedModel:
         self.max_context_tokens = engine.max_context_tokens
         self._bounds = SessionBounds(
             max_turns=1,
-            max_new_tokens=engine.max_context_tokens,
             max_context_tokens=engine.max_context_tokens,
         )
 
@@ -69,7 +69,7 @@ class ServedModel:
         self.engine.close()
         self._queue.close()
 
-    def open_session(self, sampling: CallSampling) -> Session:
+    def open_session(self, sampling: CallSampling) -> ChatSession:
         """Open the session of a call, which samples one turn as the call asks for it."""
         request = self.build_request(
             sampling,
@@ -78,7 +78,7 @@ class ServedModel:
             stop_token_ids=self.stop_token_ids,
         )
         (sample,) = request.samples
-        return Session(
+        return ChatSession(
             request, sample, self._bounds, self._renderer, self._queue, self.engine.generate
         )
 

@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
 
 import uvicorn
 
-from relax_events.errors import EnvironmentProblem
 from relax_events.gateway.app import CALL_SECONDS, build_gateway
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.session_keys import SessionKeys
 from relax_events.http.server import build_server_config, build_url, open_listener
 from relax_events.http.tls import TlsFiles
-from relax_events.runtime.cancellable_tasks import CancellableTasks
+from relax_events.runtime.loop_thread import LoopThread
 
-Result = TypeVar("Result")
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 4096
 """Each program keeps one or a few."""
-START_SECONDS = 30.0
 DRAIN_SECONDS = 5
 KEEP_ALIVE_SECONDS = 75
 """Of an idle connection: longer than most tools take."""
 
 
 class GatewayServer:
-    """Serves the gateway: on a free port of this machine, or where harnesses find it."""
+    """Serves the gateway: on a free port of this machine, or where harnesses find it.
+
+    Attributes:
+        url: The server's address.
+        loop: Runs the server and the episodes.
+    """
 
     def __init__(
         self,
@@ -56,7 +54,7 @@ class GatewayServer:
             call_seconds: Deadline of a call, its waits included.
             tls: The certificate and its key; None speaks plain HTTP.
         Raises:
-            EnvironmentProblem: No port is free, or the server does not start.
+            EnvironmentProblem: No port is free.
         """
         remedies = "free it, or set environment.harness.port", "set environment.harness.host"
         self._listener = open_listener(host, port, remedies=remedies, what="the gateway")
@@ -77,35 +75,21 @@ class GatewayServer:
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
         self._server = uvicorn.Server(config)
-        self._loop = asyncio.new_event_loop()
-        self._tasks = CancellableTasks(self._loop)
-        self._is_ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
-        self._thread.start()
-        if not self._is_ready.wait(START_SECONDS):
-            raise EnvironmentProblem(
-                f"the gateway did not start within {START_SECONDS:g} s; see the worker's log"
-            )
+        self.loop = LoopThread("gateway")
+        self._serving = self.loop.run(self._start()).result()
         # A full collection over modules and models stops all sessions for 0.16 s: what lives as
         # long as the process is left out from now on.
         gc.collect()
         gc.freeze()
 
-    def run(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Run a coroutine in the gateway's thread, from another one."""
-        return self._tasks.run(work)
-
-    def close(self, *, seconds: float) -> None:
+    def close(self) -> None:
         """Cancel what runs, and stop the server."""
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._tasks.cancel(), self._loop).result(seconds)
-        self._server.should_exit = True
-        self._thread.join(seconds)
+        self.loop.close(last=self._stop())
         self._listener.close()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.call_soon(self._is_ready.set)
-        self._loop.run_until_complete(self._server.serve(sockets=[self._listener]))
-        self._loop.close()
+    async def _start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def _stop(self) -> None:
+        self._server.should_exit = True
+        await self._serving

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.offers import SessionOffers
 from relax_events.gateway.sampling import CallSampling
-from relax_events.gateway.session import Session
 from relax_events.http.identity import Identity, RequestHead, is_same_secret, read_identity
 
 NO_KEY = "no key, or none of an open session"
@@ -41,14 +41,14 @@ class OpenSession:
     """An open session, and its key."""
 
     key: str
-    session: Session
+    session: ChatSession
 
 
 @dataclass(frozen=True, slots=True)
 class ModelClient:
     """A client of a model without a run: each of its calls is a session."""
 
-    open_session: Callable[[CallSampling], Session]
+    open_session: Callable[[CallSampling], ChatSession]
 
 
 class SessionKeys:
@@ -57,7 +57,7 @@ class SessionKeys:
     def __init__(self) -> None:
         self._identities: dict[str, Identity] = {}
 
-    def open(self, session: Session) -> str:
+    def open(self, session: ChatSession) -> str:
         """Add a session, and return its key."""
         key = f"relax-{secrets.token_urlsafe(24)}"
         name = f"session {session.sample.sample_id} {secrets.token_hex(4)}"
@@ -122,7 +122,7 @@ def read_keys(head: RequestHead) -> list[str]:
 NO_SAMPLING = CallSampling()
 
 
-def require_session(request: Request, sampling: CallSampling = NO_SAMPLING) -> Session:
+def require_session(request: Request, sampling: CallSampling = NO_SAMPLING) -> ChatSession:
     """Return the session that a request belongs to; a call of a model without a run opens one.
 
     Raises:

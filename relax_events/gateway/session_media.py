@@ -10,27 +10,23 @@ with a library of its own; the sessions' event loop only waits.
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 from relax_events.config import MediaConfig, RunConfig
 from relax_events.data.conversations import ASSISTANT
+from relax_events.episodes.messages import SYSTEM
 from relax_events.errors import MediaError, PoisonSample
 from relax_events.events.immutable import immutable
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.gateway.messages import SYSTEM
 from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaItem, MediaKey
-from relax_events.media.library import MediaLibrary
+from relax_events.media.library import LibraryThreads, MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import read_modality
 
-Result = TypeVar("Result")
 NUM_THREADS = 2
 MAX_FILES = 64
 """Media files that one program may show the policy, its row's files included."""
@@ -53,7 +49,7 @@ class PendingPart(ContentPart):
     item: MediaItem = field(kw_only=True)
 
 
-class MediaThreads:
+class MediaThreads(LibraryThreads):
     """The threads that read, store and load media for all sessions of a gateway."""
 
     def __init__(self, libraries: Callable[[], MediaLibrary], config: RunConfig) -> None:
@@ -63,31 +59,10 @@ class MediaThreads:
             libraries: Opens a library of the run's media; each thread has its own.
             config: The run, with the limits of files and the hosts of web addresses.
         """
+        super().__init__(libraries, size=NUM_THREADS, name="session-media")
         self.limits: MediaConfig = config.model.media
         self.access = MediaAccess(hosts=config.data.media_hosts)
         self.max_files = MAX_FILES
-        self._libraries, self._local = libraries, threading.local()
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="session-media")
-
-    @property
-    def library(self) -> MediaLibrary:
-        """The library of the calling thread, which is a thread of this pool."""
-        if not hasattr(self._local, "library"):
-            self._local.library = self._libraries()
-        library: MediaLibrary = self._local.library
-        return library
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run a function in a thread of this pool."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def fetch_file(self, reference: MediaRef) -> bytes:
-        """Fetch a stored file, in a thread of this pool; errors as for `MediaLibrary.load`."""
-        return self.library.fetch_file(reference)
-
-    def close(self) -> None:
-        """Stop the threads after the work that they have begun."""
-        self._threads.shutdown(cancel_futures=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -132,30 +107,31 @@ class SessionMedia:
         """
         if not any(map(has_pending, messages)):
             return list(messages)
-        return await self.threads.run(lambda: [self._resolve(message) for message in messages])
+        return await self.threads.run(
+            lambda library: [self._resolve(message, library) for message in messages]
+        )
 
     async def load(self, references: Sequence[MediaRef]) -> tuple[ProcessedMedia, ...]:
         """Load files as inputs of the model; errors as for `resolve`."""
-        load = self.threads.run
-        return await load(lambda: tuple(map(self.threads.library.load, references)))
+        return await self.threads.run(lambda library: tuple(map(library.load, references)))
 
-    def _resolve(self, message: ChatMessage) -> ChatMessage:
+    def _resolve(self, message: ChatMessage, library: MediaLibrary) -> ChatMessage:
         if not has_pending(message):
             return message
         if message.role in (ASSISTANT, SYSTEM):
             raise PoisonSample(f"a message of role {message.role!r} has media; it takes text only")
         parts = [
-            self._reference_part(part.item) if isinstance(part, PendingPart) else part
+            self._reference_part(part.item, library) if isinstance(part, PendingPart) else part
             for part in message.parts
         ]
         return replace(message, parts=parts)
 
-    def _reference_part(self, item: MediaItem) -> ContentPart:
+    def _reference_part(self, item: MediaItem, library: MediaLibrary) -> ContentPart:
         if (reference := self._by_key.get(item.key)) is None:
-            reference = self._by_key[item.key] = self._store(item)
+            reference = self._by_key[item.key] = self._store(item, library)
         return ContentPart(read_modality(reference), media=reference)
 
-    def _store(self, item: MediaItem) -> MediaRef:
+    def _store(self, item: MediaItem, library: MediaLibrary) -> MediaRef:
         data = item.read(self.threads.limits)
         name = sha256(data).digest(), item.modality
         if (reference := self.by_digest.get(name)) is not None:
@@ -165,7 +141,7 @@ class SessionMedia:
                 f"the session has its {self.threads.max_files} media files; show it fewer",
                 reason="too_many",
             )
-        reference = self.threads.library.add(MediaItem(item.modality, data, item.location))
+        reference = library.add(MediaItem(item.modality, data, item.location))
         self.by_digest[name] = reference
         return reference
 

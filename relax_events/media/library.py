@@ -9,12 +9,16 @@ A problem with a file is a `MediaError` that names it; it fails one row or one p
 
 from __future__ import annotations
 
+import asyncio
 import mimetypes
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool
@@ -31,6 +35,7 @@ from relax_events.media.preprocessing import DecodePlan, MediaPreprocessor
 from relax_events.media.token_layout import MediaLayout, read_modality
 from relax_events.objects.store import ObjectStore
 
+Result = TypeVar("Result")
 MEMORY_BYTES = 256 * 1024**2
 """Preprocessed media that one worker keeps in memory."""
 MAX_CACHED_REFERENCES = 4096
@@ -258,3 +263,34 @@ def _split_arrays(
         return ProcessedMedia(reference, samples=first)
     samples = np.frombuffer(buffer, np.float32, offset=plan.num_bytes) if plan.num_samples else None
     return ProcessedMedia(reference, pixels=first, samples=samples)
+
+
+class LibraryThreads:
+    """Threads that read, store and load media; each has a library of its own."""
+
+    def __init__(self, libraries: Callable[[], MediaLibrary], *, size: int, name: str) -> None:
+        """Start no thread yet.
+
+        Args:
+            libraries: Opens a library of the run's media.
+            size: Number of threads.
+            name: Prefix of the threads' names.
+        """
+        self._libraries, self._local = libraries, threading.local()
+        self._threads = ThreadPoolExecutor(size, thread_name_prefix=name)
+
+    async def run(self, work: Callable[[MediaLibrary], Result]) -> Result:
+        """Run a function with a library in one of the threads."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: work(self._open_library())
+        )
+
+    def close(self) -> None:
+        """End the threads after the work that they have begun."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _open_library(self) -> MediaLibrary:
+        if not hasattr(self._local, "library"):
+            self._local.library = self._libraries()
+        library: MediaLibrary = self._local.library
+        return library

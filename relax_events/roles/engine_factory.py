@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
@@ -16,6 +17,9 @@ from relax_events.plugins import ENGINES, find_plugin
 from relax_events.roles.engine_turns import OffloadingEngine
 from relax_events.telemetry.component_metrics import ReplicaMetrics
 from relax_events.telemetry.metrics import WorkerMetrics
+
+if TYPE_CHECKING:
+    from relax_events.episodes.engine import Driver
 
 
 @runtime_checkable
@@ -65,24 +69,19 @@ def open_rollout_engine(
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
+    if not config.environment.name:
+        return open_engine(config, name=name, metrics=metrics.routing)
+    from relax_events.episodes.engine import EpisodeEngine  # imports torch, as local engines do
+
     folder = (
         (lambda: build_version_folder(max(newest_version(), 0))) if newest_version else lambda: ""
     )
-    if config.environment.has_programs:
-        return _open_episode_engine(config, name=name, metrics=metrics, folder=folder, index=index)
-    if not config.environment.name:
-        return open_engine(config, name=name, metrics=metrics.routing)
-    from relax_events.environments.multi_turn import (
-        MultiTurnEngine,  # imports torch, as local engines do
-    )
-    from relax_events.environments.pool import EnvironmentPool
-    from relax_events.environments.session_engine import SessionEngine
-    from relax_events.environments.session_pool import SessionPool
-
+    libraries = partial(MediaLibrary, config, folder=folder)
+    has_programs = config.environment.has_programs
     with ExitStack() as on_failure:
-        kind = SessionPool if config.environment.holds_sessions else EnvironmentPool
-        pool = kind(config, libraries=lambda: MediaLibrary(config, folder=folder))
-        on_failure.callback(pool.close)
+        if not has_programs:  # a wrong environment is refused before the model is loaded
+            driver = _open_environment(config, libraries=libraries)
+            on_failure.callback(driver.close)
         renderer = PromptRenderer.from_folder(
             config.model.path,
             config.data,
@@ -90,46 +89,29 @@ def open_rollout_engine(
             tool_format=config.environment.tool_call_format,
         )
         engine = open_engine(config, name=name, metrics=metrics.routing)
-        episodes: Engine
-        if isinstance(pool, SessionPool):
-            episodes = SessionEngine(
-                engine, pool, config=config, renderer=renderer, metrics=metrics.episodes
-            )
-        else:
-            episodes = MultiTurnEngine(
-                engine, pool, config=config, renderer=renderer, library=MediaLibrary(config)
-            )
-        on_failure.pop_all()
-    return episodes
-
-
-def _open_episode_engine(
-    config: RunConfig,
-    *,
-    name: str,
-    metrics: WorkerMetrics,
-    folder: Callable[[], str],
-    index: int,
-) -> Engine:
-    """Load the engine whose samples are episodes of the run's program."""
-    from relax_events.gateway.episodes import EpisodeEngine
-
-    renderer = PromptRenderer.from_folder(
-        config.model.path,
-        config.data,
-        media=config.model.media,
-        tool_format=config.environment.tool_call_format,
-    )
-    engine = open_engine(config, name=name, metrics=metrics.routing)
-    with ExitStack() as on_failure:
         on_failure.callback(engine.close)
-        episodes = EpisodeEngine(
-            engine,
-            config=config,
-            renderer=renderer,
-            metrics=metrics.episodes,
-            libraries=lambda: MediaLibrary(config, folder=folder),
-            index=index,
-        )
+        if has_programs:
+            driver = _open_gateway(config, libraries=libraries, index=index)
         on_failure.pop_all()
-    return episodes
+    return EpisodeEngine(engine, driver, config=config, renderer=renderer, metrics=metrics.episodes)
+
+
+def _open_environment(config: RunConfig, *, libraries: Callable[[], MediaLibrary]) -> Driver:
+    """Start the environment of the run, and return what drives samples by it."""
+    from relax_events.environments.pool import EnvironmentPool
+    from relax_events.environments.session_pool import SessionPool
+    from relax_events.episodes.environment_drivers import FunctionDriver, StatefulDriver
+
+    if not config.environment.holds_sessions:
+        return FunctionDriver(EnvironmentPool(config, libraries=libraries))
+    pool = SessionPool(config, libraries=libraries)
+    return StatefulDriver(pool, may_reward=config.environment.interface != "mcp")
+
+
+def _open_gateway(
+    config: RunConfig, *, libraries: Callable[[], MediaLibrary], index: int
+) -> Driver:
+    """Start the gateway of the run's programs, and return what drives samples by them."""
+    from relax_events.gateway.program_driver import ProgramDriver
+
+    return ProgramDriver(config, libraries=libraries, index=index)

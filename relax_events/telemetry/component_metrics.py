@@ -114,14 +114,14 @@ class ReplicaMetrics:
 
 
 class EpisodeMetrics:
-    """Metrics of a worker's episodes, in which programs drive the policy."""
+    """Metrics of a worker's episodes, in which environments or programs drive the policy."""
 
     def __init__(self, role: str, registry: CollectorRegistry) -> None:
         self._role = role
         self._attempts = Counter(
             "relax_episode_attempts_total",
-            "Attempts of episodes: finished, begun_again after a failure of the program, "
-            "or failed as the last of the budget.",
+            "Attempts of episodes: finished, begun_again after a failure of environment, program "
+            "or engine, or failed as the last of the budget.",
             ["role", "outcome"],
             registry=registry,
         )

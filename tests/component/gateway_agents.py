@@ -21,9 +21,10 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.episodes.engine import EpisodeEngine
 from relax_events.events.parts import ChatMessage
 from relax_events.examples.tiny_models import make_tiny
-from relax_events.gateway.episodes import EpisodeEngine
+from relax_events.gateway.program_driver import ProgramDriver
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 HEAD = """
@@ -101,7 +102,8 @@ def episodes(
     )
     inner = TransformersEngine(model, config=config.engine, model=config.model)
     metrics = EpisodeMetrics("rollout", CollectorRegistry())
-    engine = EpisodeEngine(inner, config=config, renderer=renderer, metrics=metrics)
+    driver = ProgramDriver(config)
+    engine = EpisodeEngine(inner, driver, config=config, renderer=renderer, metrics=metrics)
     try:
         yield engine
     finally:

@@ -21,8 +21,9 @@ from test_environments import ENGINE, SETTINGS, check_logprobs, engine_of, ready
 from relax_events.config import SamplingConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import EnvironmentContext, GeneratedSample, GenerationRequest
-from relax_events.environments.session_engine import SessionEngine
 from relax_events.environments.session_pool import SessionPool
+from relax_events.episodes.engine import EpisodeEngine
+from relax_events.episodes.environment_drivers import StatefulDriver
 from relax_events.errors import ConfigError
 from relax_events.events.parts import FinishReason
 from relax_events.media.library import MediaLibrary
@@ -53,9 +54,9 @@ class Talk:
         self.registry = CollectorRegistry()
         self.inner = engine_of(path, media, records_experts=False)
         self.pool = SessionPool(self.config)
-        self.engine = SessionEngine(
+        self.engine = EpisodeEngine(
             self.inner,
-            self.pool,
+            StatefulDriver(self.pool, may_reward=True),
             config=self.config,
             renderer=self.renderer,
             metrics=EpisodeMetrics("rollout", self.registry),
@@ -217,7 +218,7 @@ def test_aborted_sample_closes_its_session_and_begins_again_from_its_first_turn(
     with conversation(tmp_path, "interaction", "AsyncCounting", options=options) as one:
         request = one.request()
         one.engine.submit(request)
-        while not any(talk.rewards for talk in one.engine._talks.values()):
+        while not any(episode.session.num_calls > 1 for episode in one.engine._episodes.values()):
             one.engine.poll(timeout_seconds=0.1)
         aborted = one.engine.abort()
         assert {sample.finish_reason for sample in aborted} == {FinishReason.ABORT}

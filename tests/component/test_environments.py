@@ -18,6 +18,7 @@ import torch
 from engine_requests import fresh_sample
 from numpy.typing import NDArray
 from PIL import Image
+from prometheus_client import CollectorRegistry
 from small_settings import small_run
 
 from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SamplingConfig
@@ -30,9 +31,10 @@ from relax_events.engines.protocol import (
     SampleRequest,
 )
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.environments.episode import turn_seed
-from relax_events.environments.multi_turn import MultiTurnEngine
 from relax_events.environments.pool import EnvironmentPool
+from relax_events.episodes.engine import EpisodeEngine
+from relax_events.episodes.environment_drivers import FunctionDriver
+from relax_events.episodes.session import SessionBounds, turn_seed
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modality
 from relax_events.events.types import SampleReady
@@ -43,6 +45,7 @@ from relax_events.models.families import read_family
 from relax_events.objects import ObjectStore
 from relax_events.objects.store import list_message_media
 from relax_events.roles.handover import PartialSamples
+from relax_events.telemetry.component_metrics import EpisodeMetrics
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
@@ -107,8 +110,12 @@ class Talk:
             engine_of(path, self.config.model.media, records_experts=reads_audio),
             EnvironmentPool(self.config),
         )
-        self.engine = MultiTurnEngine(
-            self.inner, self.pool, config=self.config, renderer=self.renderer, library=self.library
+        self.engine = EpisodeEngine(
+            self.inner,
+            FunctionDriver(self.pool),
+            config=self.config,
+            renderer=self.renderer,
+            metrics=EpisodeMetrics("rollout", CollectorRegistry()),
         )
 
     @property
@@ -151,7 +158,7 @@ def conversation(folder: Path, function: str, **settings: Any) -> Iterator[Talk]
         opened.pool.close()
 
 
-def finish(engine: MultiTurnEngine, seconds: float = 100.0) -> dict[str, GeneratedSample]:
+def finish(engine: EpisodeEngine, seconds: float = 100.0) -> dict[str, GeneratedSample]:
     deadline, ended = time.monotonic() + seconds, {}
     while engine.num_running:
         assert time.monotonic() < deadline
@@ -506,7 +513,9 @@ def test_environment_samples_respect_turn_and_token_limits(tmp_path: Path) -> No
         } <= {1, 2, 3}
         one.engine.submit(one.request("g1", max_new_tokens=3))
         assert max(sample.num_sampled_tokens for sample in finish(one.engine).values()) <= 3
-        one.engine._max_context_tokens = len(one.request().prompt_tokens) + 14
+        one.engine._bounds = SessionBounds(
+            max_turns=3, max_context_tokens=len(one.request().prompt_tokens) + 14
+        )
         one.engine.submit(one.request("g2", max_new_tokens=60))
         for sample in finish(one.engine).values():
             assert sample.loss_mask is not None

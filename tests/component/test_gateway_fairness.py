@@ -17,11 +17,12 @@ from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.episodes.render_queue import LONG_TEXT_BYTES, RenderQueue
+from relax_events.episodes.session import Limit, SessionLimit
 from relax_events.errors import EngineFailed
 from relax_events.events.parts import ChatMessage
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.render_queue import LONG_TEXT_BYTES, RenderQueue
-from relax_events.gateway.session import Limit, Session, SessionLimit
+from relax_events.gateway.chat_session import ChatSession
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -139,7 +140,7 @@ def test_cancelled_rendering_leaves_the_queue() -> None:
 
 
 @pytest.fixture
-def session(tmp_path: Path) -> Iterator[Session]:
+def session(tmp_path: Path) -> Iterator[ChatSession]:
     """Open a session of 512 tokens, whose policy says one word."""
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     train_tokenizer(["read the file"]).save_pretrained(tmp_path)
@@ -155,7 +156,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 
 def test_text_that_fits_no_context_is_refused_unrendered(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+    session: ChatSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def render(*_: Any, **__: Any) -> None:
         pytest.fail("it was rendered")
@@ -173,7 +174,7 @@ def test_text_that_fits_no_context_is_refused_unrendered(
     assert session.limit is Limit.CONTEXT
 
 
-def test_text_of_the_longest_tokens_is_rendered(session: Session) -> None:
+def test_text_of_the_longest_tokens_is_rendered(session: ChatSession) -> None:
     text = "read the file " * 100
     messages = [ChatMessage.of_text("user", text)]
     assert asyncio.run(session.count_tokens(messages)) > 100

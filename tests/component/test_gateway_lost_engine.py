@@ -11,8 +11,8 @@ import pytest
 from gateway_agents import begin, episodes, finish
 
 from relax_events.engines.protocol import GeneratedSample
+from relax_events.episodes.engine import EpisodeEngine
 from relax_events.events.parts import FinishReason
-from relax_events.gateway.episodes import EpisodeEngine
 from tests.gateway_samples import require_equal_logprobs
 
 ASK_AGAIN = """

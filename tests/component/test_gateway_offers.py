@@ -17,8 +17,8 @@ from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
 from relax_events.engines.protocol import GeneratedSample
+from relax_events.episodes.engine import EpisodeEngine
 from relax_events.events.parts import FinishReason
-from relax_events.gateway.episodes import EpisodeEngine
 
 TOKEN = "a-token"
 
@@ -61,7 +61,7 @@ def drive(
 
     def run() -> None:
         try:
-            work(engine._server.url)
+            work(engine._driver.url)
         except BaseException as error:
             errors.append(error)
 
@@ -126,15 +126,15 @@ def test_sessions_are_for_harnesses_with_the_token_alone(tmp_path: Path) -> None
 
 def test_a_harness_that_hangs_up_while_it_waits_takes_nothing(tmp_path: Path) -> None:
     with offering(tmp_path, attempts=1, start_seconds=20.0) as engine:
-        address = urlsplit(engine._server.url)
+        address = urlsplit(engine._driver.url)
         leaving = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         leaving.request("POST", "/sessions", "{}", headers)
-        assert post(engine._server.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
+        assert post(engine._driver.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
         leaving.close()
-        assert engine._offers is not None
+        assert engine._driver.offers is not None
         deadline = Deadline(30.0)
-        while engine._offers._changed._waiters:  # until the gateway has seen that it left
+        while engine._driver.offers._changed._waiters:  # until the gateway has seen that it left
             assert not deadline.passed
             time.sleep(0.01)
 
@@ -186,5 +186,5 @@ def test_waiting_for_a_harness_counts_as_progress_and_can_be_aborted(tmp_path: P
             engine.poll(timeout_seconds=0.02)
         assert engine.num_tokens > before
         (aborted,) = engine.abort()
-        assert post(engine._server.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
+        assert post(engine._driver.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
     assert aborted.finish_reason is FinishReason.ABORT

@@ -18,10 +18,10 @@ from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.episodes.graph import path_tokens
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.graph import path_tokens
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.server import GatewayServer
-from relax_events.gateway.session import Session
 from relax_events.gateway.session_keys import SessionKeys
 from tests.gateway_sessions import spoken_turn
 
@@ -58,7 +58,7 @@ class SpokenEngine:
         return spoken_turn(request, tokens)
 
 
-def open_spoken_session(folder: Path) -> tuple[Session, SpokenEngine]:
+def open_spoken_session(folder: Path) -> tuple[ChatSession, SpokenEngine]:
     """Open a session whose policy says the given turns."""
     file = folder / "template.jinja"
     file.write_text(TEMPLATE)

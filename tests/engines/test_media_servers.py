@@ -19,6 +19,7 @@ from engine_gate import Gate
 from engine_requests import MakeEngine, continued, finish
 from numpy.typing import NDArray
 from PIL import Image
+from prometheus_client import CollectorRegistry
 from routed_samples import check_choice, routed
 from safetensors.torch import load_file
 from sglang_servers import BOUNDS as SERVER_BOUNDS
@@ -37,8 +38,9 @@ from relax_events.engines.sglang import media_features as media_wire
 from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.engines.sglang.inflight import InflightRequest
 from relax_events.engines.sglang.media_features import PREFIX
-from relax_events.environments.multi_turn import MultiTurnEngine
 from relax_events.environments.pool import EnvironmentPool
+from relax_events.episodes.engine import EpisodeEngine
+from relax_events.episodes.environment_drivers import FunctionDriver
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment
 from relax_events.examples.tiny_models import make_tiny
@@ -49,6 +51,7 @@ from relax_events.media.token_layout import MediaLayout, OmniLayout
 from relax_events.model_folder import has_experts
 from relax_events.models.families import read_family
 from relax_events.objects.store import list_message_media
+from relax_events.telemetry.component_metrics import EpisodeMetrics
 from relax_events.weights import Weights
 from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder
@@ -421,7 +424,9 @@ def test_logprobs_after_images_of_the_environment_equal_the_trainers(
     )
     stops = (*renderer.stop_token_ids, *range(0, 256, 3))  # so that answers end soon
     with closing(pool):
-        engine = MultiTurnEngine(inner, pool, config=config, renderer=renderer, library=library)
+        metrics = EpisodeMetrics("rollout", CollectorRegistry())
+        driver = FunctionDriver(pool)
+        engine = EpisodeEngine(inner, driver, config=config, renderer=renderer, metrics=metrics)
         engine.submit(
             replace(
                 request,

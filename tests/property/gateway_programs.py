@@ -10,9 +10,9 @@ from typing import Any
 
 from relax_events.gateway.anthropic_dialect import AnthropicCall
 from relax_events.gateway.chat_dialect import ChatCall
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.dialect import AnswerHead, ModelCall
 from relax_events.gateway.responses_dialect import ResponsesCall
-from relax_events.gateway.session import Session
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 Item = dict[str, Any]
@@ -67,7 +67,7 @@ class Program(ABC):
         """The images of the history, in order."""
         return list(images_of(self.history))
 
-    async def ask(self, session: Session, number: int, *, is_streamed: bool) -> None:
+    async def ask(self, session: ChatSession, number: int, *, is_streamed: bool) -> None:
         """Have the policy answer, and append its turn."""
         call = self.parse(copied(self.body()))
         node = await session.chat(

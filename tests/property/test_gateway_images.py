@@ -21,9 +21,10 @@ from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig, MediaConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.gateway.graph import path_media, sampled_mask
-from relax_events.gateway.sample import build_sample
-from relax_events.gateway.session import Session, SessionLimit
+from relax_events.episodes.graph import path_media, sampled_mask
+from relax_events.episodes.sample import finish_sample
+from relax_events.episodes.session import SessionLimit
+from relax_events.gateway.chat_session import ChatSession
 from relax_events.gateway.session_media import MediaThreads, SessionMedia
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
@@ -80,7 +81,7 @@ class LookingEngine:
         return spoken_turn(request, [*tokens, request.stop_token_ids[0]])
 
 
-async def look(session: Session, rng: random.Random, kind: type[Program]) -> list[list[bytes]]:
+async def look(session: ChatSession, rng: random.Random, kind: type[Program]) -> list[list[bytes]]:
     """Drive a session as a program does; return the digests of the images of each call."""
     program, shown = kind("go"), []
     for number in range(rng.randrange(2, 9)):
@@ -111,7 +112,7 @@ def check_images(
     session = open_session(renderer, engine, media=SessionMedia(threads))
     shown = asyncio.run(look(session, rng, kind))
     assert engine.seen == shown
-    sample = build_sample(session, trains_all_paths=True)
+    sample = finish_sample(session, trains_all_paths=True)
     assert sample.prompt_tokens is not None
     assert sample.loss_mask is not None
     num_prompt = len(sample.prompt_tokens)

@@ -20,11 +20,12 @@ from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
+from relax_events.episodes.graph import path_tokens
+from relax_events.episodes.sample import finish_sample
+from relax_events.episodes.session import SessionLimit
 from relax_events.events.parts import FinishReason
 from relax_events.examples.tiny_tokenizer import train_tokenizer
-from relax_events.gateway.graph import path_tokens
-from relax_events.gateway.sample import build_sample
-from relax_events.gateway.session import Session, SessionLimit
+from relax_events.gateway.chat_session import ChatSession
 from tests.gateway_sessions import spoken_turn
 
 TEMPLATE = (
@@ -84,7 +85,7 @@ class RandomEngine:
         return found
 
 
-async def talk(session: Session, rng: random.Random, kind: type[Program]) -> None:
+async def talk(session: ChatSession, rng: random.Random, kind: type[Program]) -> None:
     """Drive a session as a program does, with edits, retries and compactions."""
     program = kind(f"go {rng.random()}")
     for number in range(rng.randrange(1, 12)):
@@ -122,13 +123,13 @@ def check_session(renderer: PromptRenderer, kind: type[Program], seed: int) -> N
         assert not row.logprobs[~chosen].any()
         trained += zip(row.tokens[chosen].tolist(), row.logprobs[chosen].tolist(), strict=True)
     assert sorted(trained) == sorted(pair for one in engine.sampled for pair in pairs_of(one))
-    check_sample(session, build_sample(session, trains_all_paths=True))
-    last = build_sample(session, trains_all_paths=False)
+    check_sample(session, finish_sample(session, trains_all_paths=True))
+    last = finish_sample(session, trains_all_paths=False)
     assert last.path_lengths == ()
     np.testing.assert_array_equal(whole_tokens(last), path_tokens(nodes[-1]))
 
 
-def check_sample(session: Session, sample: GeneratedSample) -> None:
+def check_sample(session: ChatSession, sample: GeneratedSample) -> None:
     """Check that a sample has each path, and trains each sampled token once."""
     assert sample.loss_mask is not None
     assert sample.prompt_tokens is not None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -113,18 +112,9 @@ def _open_pool(
 
 
 def _play(pool: EnvironmentPool, completion: str, metadata: Any) -> str:
-    answered: Future[str] = Future()
-
-    def take(reply: Future[Any]) -> None:
-        if error := reply.exception():
-            answered.set_exception(error)
-        else:
-            answered.set_result("" if reply.result() is None else reply.result().message.text)
-
-    task = build_task(metadata)
     turn = ChatMessage.of_text("assistant", completion)
-    pool.request_reply("g0/0", task, [turn], on_reply=take)
-    return answered.result(SECONDS)
+    reply = pool.loop.run(pool.reply("g0/0", build_task(metadata), [turn])).result(SECONDS)
+    return "" if reply is None else reply.message.text
 
 
 def build_task(metadata: Any) -> EnvironmentContext:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.requests import SampleState, merge_segments
-from relax_events.events.parts import VersionSegment
+from relax_events.engines.requests import SampleState
+from relax_events.events.parts import VersionSegment, merge_segments
 
 BAD_REQUEST = 400
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.requests import SampleState, merge_segments
+from relax_events.engines.requests import SampleState
 from relax_events.engines.transformers.sampling import RowSampling
-from relax_events.events.parts import VersionSegment
+from relax_events.events.parts import VersionSegment, merge_segments
 from relax_events.events.routed_experts import ExpertShape
 
 NO_TOKEN = -1

@@ -7,20 +7,24 @@ A node is one call of the model: the messages that are new since its parent's tu
 that the model read, and the turn that it sampled. A call whose history is the messages along a path
 continues that path, and the path's tokens stay as they are. A history that was edited, shortened or
 rendered in another way matches an earlier node or none, and so forks.
+
+A path becomes a training row (`Row`). The arrays of an aborted attempt become a path again
+(`split_attempt`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.engines.protocol import GeneratedSample
-from relax_events.engines.requests import merge_segments
-from relax_events.events.parts import ChatMessage, MediaRef, VersionSegment
-from relax_events.gateway.messages import extend_digest, path_digests
+from relax_events.data.conversations import ASSISTANT
+from relax_events.engines.protocol import GeneratedSample, SampleRequest
+from relax_events.episodes.messages import extend_digest, path_digests
+from relax_events.errors import PoisonSample
+from relax_events.events.parts import ChatMessage, MediaRef, VersionSegment, merge_segments
 from relax_events.objects.store import list_message_media
 
 
@@ -219,3 +223,89 @@ def _build_row(path: list[Node], trained: set[Node]) -> Row:
         tuple(path),
         tuple(node for node in path if node not in trained),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PastTurn:
+    """A finished turn of the policy, and the replies that followed it.
+
+    Attributes:
+        message: The turn.
+        tokens: The turn's tokens; with the experts of the whole attempt.
+        replies: The messages up to the next turn.
+        reply_tokens: int32 [n], of those messages.
+    """
+
+    message: ChatMessage
+    tokens: SampleRequest
+    replies: tuple[ChatMessage, ...]
+    reply_tokens: NDArray[np.int32]
+
+
+def split_attempt(sample: SampleRequest) -> tuple[list[PastTurn], SampleRequest]:
+    """Split an attempt into its finished turns, and the first tokens of its last turn.
+
+    Raises:
+        PoisonSample: Turns, tokens and loss mask contradict each other.
+    """
+    if not sample.turns:
+        return [], sample
+    name, mask = f"sample {sample.sample_id}", sample.loss_mask
+    if mask is None or len(mask) != len(sample.tokens):
+        raise PoisonSample(
+            f"{name}: a prefix with turns needs a loss mask as long as its {len(sample.tokens)} "
+            "tokens"
+        )
+    turns = _split_turns(sample.turns)
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    runs = list(zip(edges[0::2], edges[1::2], edges[2::2], strict=False))
+    if len(runs) != len(turns) or not mask[0]:
+        raise PoisonSample(
+            f"{name}: its loss mask has {len(runs)} turns with a reply, and its messages have "
+            f"{len(turns)}"
+        )
+    past, num_sampled = [], 0
+    for (message, replies), (start, end, next_start) in zip(turns, runs, strict=True):
+        turn = _cut(sample, start, end, num_sampled=num_sampled)
+        past.append(PastTurn(message, turn, replies, sample.tokens[end:next_start]))
+        num_sampled += end - start
+    return past, _cut(sample, runs[-1][2], len(mask), num_sampled=num_sampled)
+
+
+def _split_turns(
+    messages: Sequence[ChatMessage],
+) -> list[tuple[ChatMessage, tuple[ChatMessage, ...]]]:
+    """Return each turn of the policy with the messages after it."""
+    starts = [index for index, one in enumerate(messages) if one.role == ASSISTANT]
+    ends = [*starts[1:], len(messages)]
+    return [
+        (messages[start], tuple(messages[start + 1 : end]))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _cut(sample: SampleRequest, start: int, end: int, *, num_sampled: int) -> SampleRequest:
+    """Return the sampled tokens from `start` to `end`; `num_sampled` were sampled before."""
+    last = num_sampled + end - start
+    return replace(
+        sample,
+        tokens=sample.tokens[start:end],
+        logprobs=sample.logprobs[start:end],
+        segments=_cut_segments(sample.segments, num_sampled, last),
+        top_tokens=None if sample.top_tokens is None else sample.top_tokens[num_sampled:last],
+        loss_mask=None,
+        turns=(),
+    )
+
+
+def _cut_segments(
+    segments: Sequence[VersionSegment], start: int, end: int
+) -> tuple[VersionSegment, ...]:
+    """Return the part of segments between two counts of sampled tokens."""
+    parts, first = [], 0
+    for segment in segments:
+        num_tokens = min(first + segment.num_tokens, end) - max(first, start)
+        if num_tokens > 0:
+            parts.append(replace(segment, num_tokens=num_tokens))
+        first += segment.num_tokens
+    return tuple(parts)

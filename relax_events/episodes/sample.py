@@ -1,78 +1,80 @@
-"""The task that a program receives, and the training sample that its session becomes."""
+"""The training sample that a session becomes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from relax_events.data.conversations import ASSISTANT
-from relax_events.data.messages import print_message
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.engines.requests import merge_segments
+from relax_events.episodes.graph import Row, path_media
+from relax_events.episodes.session import Session, build_turn
 from relax_events.errors import EpisodeFailed
-from relax_events.events.parts import ChatMessage, ContentPart, FinishReason, MediaRef
-from relax_events.gateway.graph import Row, path_media
-from relax_events.gateway.session import Session
-from relax_events.gateway.session_media import to_chat_part
+from relax_events.events.parts import ChatMessage, FinishReason, merge_segments
 
 
-def build_task(request: GenerationRequest, *, fetch: Callable[[MediaRef], bytes]) -> dict[str, Any]:
-    """Return the part of its row that a program gets: messages, metadata and tools, but no answer.
-
-    Args:
-        request: Of the prompt group, with the row for the environment.
-        fetch: Returns the content of a media file.
-    Raises:
-        MediaError, ObjectError: A media file of the row is missing.
-    """
-    row = request.environment_context
-    assert row is not None, "checked on submission"
-    return {
-        "messages": [
-            print_message(message, show_part=lambda part: _show_media(part, fetch))
-            for message in row.messages
-        ],
-        "metadata": orjson.loads(row.metadata),
-        "tools": orjson.loads(row.tools) if row.tools else [],
-        "prompt_group_id": request.prompt_group_id,
-    }
-
-
-def _show_media(part: ContentPart, fetch: Callable[[MediaRef], bytes]) -> dict[str, Any]:
-    assert part.media is not None, "media of issued rows are stored"
-    return to_chat_part(part.media, fetch(part.media))
-
-
-def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
-    """Return a finished session as the sample of its episode: its paths, the last turn's path last.
+def finish_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
+    """Return a session that its driver has ended as a sample: its paths, the last turn's path last.
 
     Args:
         session: The session.
-        trains_all_paths: Whether paths that the program left are part of the sample.
+        trains_all_paths: Whether paths that the driver left are part of the sample.
     Raises:
-        EpisodeFailed: The program got no turn of the policy, or its last call failed.
+        EpisodeFailed: The driver got no turn of the policy, or its last turn failed.
     """
-    if not session.graph.nodes:
+    if session.error or not session.graph.nodes:
         raise EpisodeFailed(session.error or "it ended without a turn of the policy")
-    if session.error:
-        raise EpisodeFailed(session.error)
-    rows = session.graph.rows() if trains_all_paths else [session.graph.last_row()]
+    return build_sample(
+        session, session.graph.rows() if trains_all_paths else [session.graph.last_row()]
+    )
+
+
+def abort_sample(session: Session, turn: GeneratedSample | None) -> GeneratedSample:
+    """Return an aborted session of one path with all its tokens, from which another worker
+    continues. Its last turn has no message: its tokens may be incomplete, or its reply is missing.
+
+    Args:
+        session: The session.
+        turn: As for `Session.interrupt`.
+    """
+    if not session.interrupt(turn):
+        return build_turn(session.sample, session.request, FinishReason.ABORT)
+    sample = build_sample(session, [session.graph.last_row()])
+    return replace(sample, finish_reason=FinishReason.ABORT, turns=sample.turns[:-1])
+
+
+def build_empty_sample(
+    request: GenerationRequest, sample_id: str, reason: FinishReason, *, error: str = ""
+) -> GeneratedSample:
+    """Return a sample without tokens: it failed, or is begun again as a whole."""
+    return GeneratedSample(
+        sample_id=sample_id,
+        prompt_group_id=request.prompt_group_id,
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        segments=(),
+        finish_reason=reason,
+        error=error,
+    )
+
+
+def build_sample(session: Session, rows: Sequence[Row]) -> GeneratedSample:
+    """Return the paths of a session as a sample."""
     main, num_prompt = rows[-1], len(rows[0].prompt_tokens)
-    last = main.nodes[-1].sample
-    segments = [segment for row in rows for segment in row.segments]
+    last, is_new = main.nodes[-1].sample, session.has_new_prompt
     media = [tuple(path_media(row.nodes[-1])) for row in rows]
     return GeneratedSample(
         sample_id=session.sample.sample_id,
         prompt_group_id=session.request.prompt_group_id,
-        prompt_tokens=rows[0].prompt_tokens,
-        prompt_messages=main.nodes[0].messages,
+        prompt_tokens=rows[0].prompt_tokens if is_new else None,
+        prompt_messages=main.nodes[0].messages if is_new else (),
         tokens=_all_paths(rows, "tokens")[num_prompt:],
         logprobs=_all_paths(rows, "logprobs")[num_prompt:],
-        segments=merge_segments((), segments),
+        segments=merge_segments((), (segment for row in rows for segment in row.segments)),
         finish_reason=last.finish_reason if session.limit is None else FinishReason.LENGTH,
         top_tokens=_top_tokens(rows),
         loss_mask=_all_paths(rows, "loss_mask")[num_prompt:],
@@ -80,6 +82,7 @@ def build_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample
         routed_experts=_routed_experts(rows),
         path_lengths=tuple(map(len, rows)) if len(rows) > 1 else (),
         path_media=tuple(media) if len(rows) > 1 and any(media) else (),
+        environment_rewards=session.rewards,
     )
 
 
@@ -111,8 +114,7 @@ def _turns(session: Session, row: Row) -> list[ChatMessage]:
     """Return the conversation after its first messages, ending with the last turn."""
     turns: list[ChatMessage] = []
     for number, node in enumerate(row.nodes):
-        if number:
-            turns += node.messages
+        turns += node.messages if number else ()
         text = session.renderer.turn_text(node.sample.tokens)
         turns.append(ChatMessage.of_text(ASSISTANT, text))
     return turns
