@@ -10,7 +10,7 @@ import orjson
 from relax_events.attacks.escapes import ATTEMPTS, ESCAPES
 from relax_events.attacks.targets import create_targets
 from relax_events.errors import CheckFailed
-from relax_events.sandbox.isolation import Isolation, require_isolation
+from relax_events.sandbox import Isolation, require_isolation
 from relax_events.sandbox.runner import Limits
 from relax_events.sandbox.sandbox import Sandbox
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from relax_events.sandbox.isolation import Isolation, require_isolation
+from relax_events.sandbox.isolation import Isolation
 from relax_events.sandbox.runner import MAX_FILE_BYTES, Limits, Runner, Verdict
 
 SOLUTION_EXIT_SECONDS = 0.5
@@ -32,20 +32,16 @@ class Sandbox:
         reason: Why the last tests failed, as their process said; may contain text of the solution.
     """
 
-    def __init__(
-        self, solution: str, limits: Limits, *, isolation: Isolation | None = None
-    ) -> None:
+    def __init__(self, solution: str, limits: Limits, *, isolation: Isolation) -> None:
         """Write the solution into a temporary folder; nothing runs yet.
 
         Args:
             solution: Python source.
             limits: The limits of each run.
-            isolation: The isolation; by default the strongest of this machine.
-        Raises:
-            EnvironmentProblem: This machine has no sufficient isolation.
+            isolation: The isolation, as `require_isolation` returns it.
         """
         self.reason = ""
-        self._limits, self._isolation = limits, isolation or require_isolation()
+        self._limits, self._isolation = limits, isolation
         self._folder = Path(tempfile.mkdtemp(prefix="relax-sandbox-"))
         self._folder.chmod(0o711)  # the program's user must reach the folder of its run
         self._solution = self._folder / "solution.py"

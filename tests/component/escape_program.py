@@ -22,7 +22,15 @@ from relax_events.attacks.limits import FILE_LIMITS
 from relax_events.attacks.targets import create_targets
 from relax_events.attacks.verdict_tricks import list_tricks
 from relax_events.errors import EnvironmentProblem
-from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, isolation, require_isolation
+from relax_events.sandbox import (
+    Isolation,
+    Limits,
+    Sandbox,
+    Verdict,
+    isolation,
+    probing,
+    require_isolation,
+)
 
 KINDS = {
     "bubblewrap": lambda one: one.has_private_root,
@@ -74,7 +82,7 @@ def walls_of(kind: str) -> Isolation | None:
         both = walls_of("landlock")
         return WEAKENED[kind](both) if both is not None and both.is_sufficient else None
     return next(
-        (one for one in isolation._candidates() if KINDS[kind](one) and isolation._works(one)), None
+        (one for one in probing._candidates() if KINDS[kind](one) and probing._works(one)), None
     )
 
 

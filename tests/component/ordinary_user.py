@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_events.sandbox.isolation import SYSTEM_PYTHON
+from relax_events.sandbox.probing import SYSTEM_PYTHON
 
 ORDINARY_USER = 12_345
 

@@ -25,7 +25,7 @@ from relax_events.sandbox import (
     Sandbox,
     Verdict,
     find_isolation,
-    isolation,
+    probing,
     require_isolation,
 )
 
@@ -192,7 +192,7 @@ def test_sandbox_has_no_network_or_environment_and_ends_its_processes(
         "try:\n    socket.create_connection(('127.0.0.1', 9), timeout=1)\nexcept "
         "PermissionError as error:\n    print('refused')\n"
     )
-    with Sandbox(solution, Limits()) as sandbox:
+    with Sandbox(solution, Limits(), isolation=require_isolation()) as sandbox:
         verdict, printed = sandbox.run_with_input("")
     assert verdict is Verdict.PASSED
     assert printed == "refused\n"
@@ -216,7 +216,7 @@ def test_sandbox_that_can_not_be_set_up_is_a_failure() -> None:
 def test_programs_are_not_run_without_file_isolation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(filters=True))
+    monkeypatch.setattr(probing, "find_isolation", lambda: Isolation(filters=True))
     with pytest.raises(
         EnvironmentProblem,
         match=r"nothing isolates them from files .*reward\.options\.allow_unprotected = true",
@@ -227,7 +227,7 @@ def test_programs_are_not_run_without_file_isolation(
 
 @pytest.mark.parametrize("value", UNPROTECTED)
 def test_only_true_gives_up_the_isolation(monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
-    monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(filters=True))
+    monkeypatch.setattr(probing, "find_isolation", lambda: Isolation(filters=True))
     with pytest.raises(EnvironmentProblem, match="nothing isolates them from files"):
         require_isolation(allow_unprotected=value)
     with pytest.raises(ConfigError, match=r"reward\.options\.allow_unprotected: .* valid boolean"):
@@ -237,7 +237,7 @@ def test_only_true_gives_up_the_isolation(monkeypatch: pytest.MonkeyPatch, value
 def test_programs_are_not_run_without_network_isolation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(isolation, "find_isolation", lambda: Isolation(landlock=7))
+    monkeypatch.setattr(probing, "find_isolation", lambda: Isolation(landlock=7))
     with pytest.raises(EnvironmentProblem, match=r"from the network .* and other processes"):
         require_isolation()
 
@@ -248,8 +248,8 @@ def test_programs_are_not_run_without_network_isolation(
 def test_machine_where_no_interpreter_starts_in_isolation_is_rejected(
     user: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation, "_works", lambda _: False)
-    monkeypatch.setattr(isolation.os, "geteuid", lambda: user)
+    monkeypatch.setattr(probing, "_works", lambda _: False)
+    monkeypatch.setattr(probing.os, "geteuid", lambda: user)
     with pytest.raises(EnvironmentProblem, match=f"does not start in any isolation; {remedy}"):
         find_isolation.__wrapped__()
 
@@ -327,7 +327,7 @@ CONSTANT = {'a': (1, [2.5])}
     ],
 )
 def test_tests_use_what_a_solution_defines(test: str) -> None:
-    with Sandbox(DEFINITIONS, Limits(seconds=20)) as sandbox:
+    with Sandbox(DEFINITIONS, Limits(seconds=20), isolation=require_isolation()) as sandbox:
         assert sandbox.run_with_tests(test) is Verdict.PASSED
 
 
@@ -344,12 +344,14 @@ def test_tests_use_what_a_solution_defines(test: str) -> None:
     ],
 )
 def test_sandbox_reports_failed_tests(test: str) -> None:
-    with Sandbox(DEFINITIONS, Limits(seconds=20)) as sandbox:
+    with Sandbox(DEFINITIONS, Limits(seconds=20), isolation=require_isolation()) as sandbox:
         assert sandbox.run_with_tests(test) is Verdict.FAILED
 
 
 def test_sandbox_limits_the_output_of_a_program() -> None:
-    with Sandbox("while True: print('x' * 10_000)", Limits(seconds=5)) as sandbox:
+    with Sandbox(
+        "while True: print('x' * 10_000)", Limits(seconds=5), isolation=require_isolation()
+    ) as sandbox:
         verdict, printed = sandbox.run_with_input("")
     assert verdict is not Verdict.PASSED
     assert len(printed) <= 16 * 1024**2

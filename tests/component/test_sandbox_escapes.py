@@ -27,7 +27,7 @@ from relax_events.errors import CheckFailed, MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.decoder import Decoder
 from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict, runner
-from relax_events.sandbox.isolation import CAPABILITIES
+from relax_events.sandbox.probing import CAPABILITIES
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "escape_program.py"

@@ -17,7 +17,7 @@ from relax_events.attacks.right_programs import list_right_programs
 from relax_events.attacks.trick import Trick
 from relax_events.attacks.verdict_tricks import list_tricks
 from relax_events.rewards.verifiers.code import code, explain_code
-from relax_events.sandbox import Limits, Sandbox, Verdict
+from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 
 SHELL = Path(__file__).parents[2] / "configs" / "agents" / "sandboxed_shell.py"
 TRICKS, RIGHT_PROGRAMS = list_tricks(), list_right_programs()
@@ -38,13 +38,13 @@ def test_tricks_are_many_and_different() -> None:
 
 @pytest.mark.parametrize("trick", TRICKS, ids=names_of(TRICKS))
 def test_wrong_program_does_not_pass(trick: Trick) -> None:
-    with Sandbox(trick.program, LIMITS) as sandbox:
+    with Sandbox(trick.program, LIMITS, isolation=require_isolation()) as sandbox:
         assert sandbox.run_with_tests(trick.tests) is Verdict.FAILED
 
 
 @pytest.mark.parametrize("right", RIGHT_PROGRAMS, ids=names_of(RIGHT_PROGRAMS))
 def test_right_program_passes_whatever_names_it_uses(right: Trick) -> None:
-    with Sandbox(right.program, LIMITS) as sandbox:
+    with Sandbox(right.program, LIMITS, isolation=require_isolation()) as sandbox:
         assert sandbox.run_with_tests(right.tests) is Verdict.PASSED
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import report
-from relax_events.sandbox.isolation import CAPABILITIES
+from relax_events.sandbox.probing import CAPABILITIES
 from tests.stack.container_engine import (
     ROOT,
     ContainerEngine,

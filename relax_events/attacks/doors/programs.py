@@ -69,7 +69,8 @@ def _prepare_limits(_: Targets) -> Iterator[list[Attack]]:
 
 
 def _exceed(program: str) -> str:
-    with Sandbox(program, Limits(seconds=LIMIT_SECONDS, memory_bytes=MEMORY_BYTES)) as sandbox:
+    limits = Limits(seconds=LIMIT_SECONDS, memory_bytes=MEMORY_BYTES)
+    with Sandbox(program, limits, isolation=require_isolation()) as sandbox:
         verdict, _ = sandbox.run_with_input("")
     return HELD if verdict is Verdict.OUT_OF_LIMITS else f"ended as {verdict}"
 

@@ -12,7 +12,6 @@ from typing import Self
 import psutil
 
 from relax_events.errors import BrokerUnavailable, ConfigError, EnvironmentProblem, RelaxError
-from relax_events.kafka.embedded import process as processes
 from relax_events.kafka.embedded.broker_log import explain_death
 from relax_events.kafka.embedded.directory import (
     BROKER_START,
@@ -29,6 +28,12 @@ from relax_events.kafka.embedded.directory import (
 )
 from relax_events.kafka.embedded.launch import LOG_NAME, PROPERTIES_NAME, STATE_NAME, launch
 from relax_events.kafka.embedded.ports import HOST
+from relax_events.kafka.embedded.process import (
+    find_process,
+    terminate,
+    wait_for_end,
+    wait_until_ready,
+)
 from relax_events.kafka.embedded.security import PASSWORD_NAME, NodeLogin, read_readiness_settings
 from relax_events.kafka.security.settings import EMBEDDED_USER
 
@@ -236,7 +241,7 @@ class EmbeddedBroker:
     def wait_for_end(self, timeout_seconds: float) -> bool:
         """Wait for the broker's end and return whether it ended; return at once when it is down."""
         running = self._find_process(self.state)
-        return running is None or processes.wait_for_end(running, timeout_seconds)
+        return running is None or wait_for_end(running, timeout_seconds)
 
     def __enter__(self) -> Self:
         self._uses.enter_context(self.in_use("a Python program"))
@@ -346,17 +351,13 @@ class EmbeddedBroker:
         *,
         client: Mapping[str, str] | None = None,
     ) -> None:
-        from relax_events.kafka.embedded.process import (
-            wait_until_ready,  # imports librdkafka, which `relax broker status` avoids
-        )
-
         if client is None:
             client = read_readiness_settings(state, self._directory / PASSWORD_NAME)
         if wait_until_ready(
             running, state.port, deadline_seconds=time.monotonic() + timeout_seconds, client=client
         ):
             return
-        if processes.wait_for_end(running, 0):
+        if wait_for_end(running, 0):
             raise self.explain_death()
         raise BrokerUnavailable(
             f"the embedded broker on {HOST}:{state.port} was not ready within "
@@ -365,7 +366,7 @@ class EmbeddedBroker:
 
     def _find_process(self, state: BrokerState | None) -> psutil.Process | None:
         pid = None if state is None else state.pid
-        return processes.find_process(pid, self._directory / PROPERTIES_NAME)
+        return find_process(pid, self._directory / PROPERTIES_NAME)
 
     def _stop_process(
         self, timeout_seconds: float, busy_seconds: float, *, is_wanted: bool
@@ -382,7 +383,7 @@ class EmbeddedBroker:
     def _end_process(
         self, running: psutil.Process, state: BrokerState, timeout_seconds: float
     ) -> None:
-        clean = processes.terminate(running, timeout_seconds=timeout_seconds)
+        clean = terminate(running, timeout_seconds=timeout_seconds)
         if state.archive_at_exit is not None:
             _keep_class_archive(Path(state.archive_at_exit), whole=clean)
         write_state(

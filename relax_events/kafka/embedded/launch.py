@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import psutil
 
-from relax_events.kafka.embedded import process as processes
 from relax_events.kafka.embedded.directory import (
     BROKER_START,
     NO_LOGIN,
@@ -26,6 +25,7 @@ from relax_events.kafka.embedded.java import (
     locate_class_archive,
 )
 from relax_events.kafka.embedded.ports import choose_port, is_free, require_free
+from relax_events.kafka.embedded.process import spawn, terminate
 from relax_events.kafka.embedded.security import (
     NodeLogin,
     NodeSecurity,
@@ -210,7 +210,7 @@ def _start_process(
     command = build_broker_command(
         java, jars, properties, archive=archive, archive_at_exit=archive_at_exit, heap_mib=heap_mib
     )
-    running = processes.spawn(command, log=log, environment=LOCALE)
+    running = spawn(command, log=log, environment=LOCALE)
     recorded = replace(
         state,
         pid=running.pid,
@@ -221,7 +221,7 @@ def _start_process(
     try:
         write_state(directory / STATE_NAME, recorded)
     except OSError:
-        processes.terminate(
+        terminate(
             running, timeout_seconds=0
         )  # a process without a recorded state could never be stopped
         raise
