@@ -15,6 +15,7 @@ from relax_events.roles.scorer_turns import ScorerTurns
 from relax_events.roles.versioned_weights import VersionedWeights
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import SampleLoop
+from relax_events.topics.names import ACTOR_LOGPROBS
 from relax_events.weights.factory import open_weights_reader
 
 
@@ -31,7 +32,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         scorer = open_scorer(worker, turns=turns)
         versions = VersionedWeights(worker, scorer, reader)
         evaluate = LogprobScorer(
-            worker, scorer, model_role="actor", topic="actor.logprobs", use_version=versions.use
+            worker, scorer, model_role="actor", topic=ACTOR_LOGPROBS, use_version=versions.use
         )
         SampleLoop(
             worker,

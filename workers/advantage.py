@@ -39,7 +39,12 @@ from relax_events.runtime.join import JoinedGroup, PromptGroupJoin
 from relax_events.runtime.validation import check_samples, require_allowed_event
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external
-from relax_events.topics.names import LOGPROB_TOPICS
+from relax_events.topics.names import (
+    LOGPROB_TOPICS,
+    REWARD_SCORES,
+    ROLLOUT_SAMPLES,
+    TRAINING_SAMPLES,
+)
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -79,9 +84,9 @@ class AdvantageLoop:
         self._worker = worker
         logprob_roles = needed_model_roles(worker.config.algorithm)
         self._has_rewards = worker.config.algorithm.has_rewards
-        scores = ["reward.scores"] if self._has_rewards else []
+        scores = [REWARD_SCORES] if self._has_rewards else []
         entities = [
-            "rollout.samples",
+            ROLLOUT_SAMPLES,
             *scores,
             *(LOGPROB_TOPICS[name] for name in sorted(logprob_roles)),
         ]
@@ -121,12 +126,12 @@ class AdvantageLoop:
             is_late = self._worker.control.is_expired(record.policy_version)
             # the trainer may wait for this prompt group: then no new version expires it
             self._expiry_is_due |= is_late
-            if is_late and record.topic != self._worker.plan.topic("rollout.samples"):
+            if is_late and record.topic != self._worker.plan.topic(ROLLOUT_SAMPLES):
                 self._join.skip(record)
             elif (group := self._take(record)) is not None:
-                self._worker.records.traces.record_wait(group.prompt_group_id, "rollout.samples")
+                self._worker.records.traces.record_wait(group.prompt_group_id, ROLLOUT_SAMPLES)
                 with self._worker.records.traces.trace_groups(
-                    "advantage", [group.prompt_group_id], topic="rollout.samples"
+                    "advantage", [group.prompt_group_id], topic=ROLLOUT_SAMPLES
                 ):
                     self._finish(group)
             self._worker.lifecycle.record_progress()
@@ -231,7 +236,7 @@ class AdvantageLoop:
             self._build_ready(group, sample, advantages=values)
             for sample, values in zip(group.ordered_samples(), advantages, strict=True)
         ]
-        for record in self._worker.records.build_for_samples("advantage.samples", ready):
+        for record in self._worker.records.build_for_samples(TRAINING_SAMPLES, ready):
             self._worker.records.producer.send(record)
 
     def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float:

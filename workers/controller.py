@@ -52,7 +52,7 @@ from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun, build_run_description, is_recorded
 from relax_events.runtime.worker import Worker
-from relax_events.session.change_audit import ENTITY as AUDIT
+from relax_events.topics.names import AUDIT, COMMANDS
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
@@ -189,9 +189,7 @@ class ControllerLoop:
             self._config, from_version=max(versions, default=None), store_marker=mark.value
         )
         if not is_recorded(described, history):
-            self._worker.records.producer.write(
-                [self._worker.records.build("control.commands", described)]
-            )
+            self._worker.records.producer.write([self._worker.records.build(COMMANDS, described)])
 
     def _follow_leader(self) -> None:
         """Follow the run whose steps this run replays: end once it has ended and all its steps are
@@ -353,7 +351,7 @@ class ControllerLoop:
             return
         failpoint("controller.before_command")
         self._worker.records.producer.write(
-            [self._worker.records.build("control.commands", event) for event in commands]
+            [self._worker.records.build(COMMANDS, event) for event in commands]
         )
         failpoint("controller.after_command")
         for event in commands:

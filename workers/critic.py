@@ -24,6 +24,7 @@ from relax_events.roles.logprob_processor import LogprobScorer
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import CRITIC_VALUES
 from relax_events.training.backend.factory import find_backend
 from relax_events.training.backend.protocol import Critic
 from relax_events.training.critic_learning import CriticLearner, open_critic_checkpoints
@@ -76,7 +77,7 @@ def _lead(worker: Worker, critic: Critic, store: ObjectStore, ranks: Ranks) -> N
             worker,
             learning.critic,
             model_role="critic",
-            topic="critic.values",
+            topic=CRITIC_VALUES,
             use_version=learning.learn_up_to,
         )
         SampleLoop(

@@ -37,6 +37,7 @@ from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import RECENT_VERSIONS
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import EVALUATIONS
 from relax_events.weights.manifest import Weights
 from relax_events.weights.transport import StoreReader, WeightsReader
 
@@ -64,7 +65,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         num_versions = max(
             RECENT_VERSIONS, config.run.retain_versions + config.weights.full_snapshot_interval
         )  # the weights of older versions are deleted
-        follow = ("control.evaluations",)
+        follow = (EVALUATIONS,)
         opened = open_worker(
             "evaluator",
             config,
@@ -198,11 +199,7 @@ class EvaluatorLoop:
             if done is None:
                 return
             self._worker.records.producer.write(
-                [
-                    self._worker.records.build(
-                        "control.evaluations", done, key=f"{version}/{dataset.name}"
-                    )
-                ]
+                [self._worker.records.build(EVALUATIONS, done, key=f"{version}/{dataset.name}")]
             )
             failpoint("evaluator.after_write")
             self._done.add((version, dataset.name))

@@ -33,6 +33,7 @@ from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.concurrent_processor import ConcurrentLoop, Done, Key
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import REWARD_SCORES
 
 log = structlog.get_logger()
 
@@ -176,7 +177,7 @@ class JudgeScorer:
             judge_response=judgement,
         )
         return self._worker.records.build_for_sample(
-            "reward.scores",
+            REWARD_SCORES,
             scored,
             prompt_group_id=sample.prompt_group_id,
             policy_version=sample.policy_version,

@@ -25,10 +25,10 @@ from relax_events.runtime.worker import Worker
 from relax_events.telemetry.delivery import DeliveryQueue
 from relax_events.telemetry.endpoint import MetricsFile
 from relax_events.telemetry.trackers import StepMetrics, open_tracker_queues
-from relax_events.topics.names import METRICS
+from relax_events.topics.names import EVALUATIONS, METRICS, TRAIN_STEPS
 
 log = structlog.get_logger()
-FOLLOWED = (*METRICS.values(), "control.train-steps", "control.evaluations")
+FOLLOWED = (*METRICS.values(), TRAIN_STEPS, EVALUATIONS)
 SAVE_SECONDS = 1.0
 OFFERED_SECONDS = 3600.0
 """Older metrics that a tracker did not accept are not sent again by a later process."""

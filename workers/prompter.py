@@ -55,7 +55,6 @@ from relax_events.projections.held_groups import HeldPromptGroups
 from relax_events.roles.prompt_records import build_prompt_record
 from relax_events.roles.prompter_state import (
     MAX_SUMMARY_REWARDS,
-    SUMMARIES,
     build_summary,
     read_newest_summary,
     saved_groups,
@@ -75,12 +74,12 @@ from relax_events.staleness import (
     is_external,
 )
 from relax_events.telemetry.traces import TracedWork
-from relax_events.topics.names import HEARTBEATS
+from relax_events.topics.names import GROUP_OUTCOMES, HEARTBEATS, PROMPT_GROUPS, PROMPTER_STATE
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
-QUEUE, ENDS = "prompt.groups", "control.prompt-group-outcomes"
+QUEUE, ENDS = PROMPT_GROUPS, GROUP_OUTCOMES
 HELD = HEARTBEATS["rollout"]
 SUMMARY_STEPS = 8
 """Number of admitted train steps between two summaries."""
@@ -260,7 +259,7 @@ class PrompterLoop:
             rewards=earned,
         )
         self._worker.records.producer.write(
-            [self._worker.records.build(SUMMARIES, summary, key="prompter")]
+            [self._worker.records.build(PROMPTER_STATE, summary, key="prompter")]
         )
 
     def _decode(self, record: Record) -> Event | None:
@@ -415,7 +414,7 @@ class PrompterLoop:
         former = replace(group, attempt=group.attempt - 1).prompt_group_id if group.attempt else ""
         return self._worker.records.traces.begin_group(
             group.prompt_group_id,
-            topic="prompt.groups",
+            topic=PROMPT_GROUPS,
             instead_of=former,
             train_step=group.slot.train_step,
             attempt=group.attempt,

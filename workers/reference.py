@@ -20,6 +20,7 @@ from relax_events.runtime.control_follower import RECENT_VERSIONS
 from relax_events.runtime.processors import SampleLoop
 from relax_events.staleness import reference_version
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import REFERENCE_LOGPROBS
 from relax_events.weights.transport import StoreReader
 
 
@@ -48,7 +49,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             worker,
             scorer,
             model_role="reference",
-            topic="reference.logprobs",
+            topic=REFERENCE_LOGPROBS,
             use_version=_refreshed(versions, config) if every else _first,
         )
         SampleLoop(

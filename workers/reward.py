@@ -23,6 +23,7 @@ from relax_events.rewards.scoring import build_reward_item, build_sample_scored,
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop, SingleSamples, WholePromptGroups
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import REWARD_SCORES
 
 log = structlog.get_logger()
 PART_SAMPLES = 16
@@ -56,7 +57,7 @@ class RewardScorer:
     def __call__(self, samples: Sequence[SampleRolledOut]) -> list[ProducerRecord]:
         """Score the samples, except those of the judge role, in order."""
         ours = [sample for sample in samples if self._is_ours(sample)]
-        return self._worker.records.build_for_samples("reward.scores", self._scores(ours))
+        return self._worker.records.build_for_samples(REWARD_SCORES, self._scores(ours))
 
     def _is_ours(self, sample: SampleRolledOut) -> bool:
         config = self._worker.config

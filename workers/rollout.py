@@ -36,6 +36,7 @@ from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import TracedWork
+from relax_events.topics.names import PROMPT_GROUPS
 from relax_events.weights.factory import open_weights_reader
 from relax_events.weights.transport import WeightsReader
 
@@ -326,12 +327,12 @@ class RolloutLoop:
 
     def _begin_trace(self, group: InflightGroup) -> TracedWork:
         traces, name = self._worker.records.traces, group.issued.prompt_group_id
-        traces.record_wait(name, "prompt.groups")
+        traces.record_wait(name, PROMPT_GROUPS)
         delivery = max(lease.delivery_count for lease in group.leases)
         return traces.begin(
             "generate",
             name,
-            topic="prompt.groups",
+            topic=PROMPT_GROUPS,
             engine=self._config.rollout_engine,
             delivery=delivery,
         )

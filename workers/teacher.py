@@ -26,6 +26,7 @@ from relax_events.roles.served_teacher import ServedTeacher
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import TEACHER_LOGPROBS
 from relax_events.training.backend.protocol import IdsOf, SampleScores, TopTokenScorer
 
 IDS_OF: Mapping[str, IdsOf] = {"teacher_topk": "model", "student_topk": "sample", "union": "both"}
@@ -83,7 +84,7 @@ class TeacherScorer(LogprobScorer):
             worker,
             next(iter(teachers.values())),
             model_role="teacher",
-            topic="teacher.logprobs",
+            topic=TEACHER_LOGPROBS,
             use_version=lambda _: 0,
         )
         self._teachers, self._algorithm = teachers, worker.config.algorithm

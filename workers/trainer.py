@@ -40,7 +40,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import TRAINING_SAMPLES
+from relax_events.topics.names import EVALUATIONS, TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.weight_stream import weight_parts
@@ -82,7 +82,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
             update={"metrics_port": config.telemetry.worker_port(ranks.local_rank)}
         )
         config = config.model_copy(update={"telemetry": telemetry})
-        followed = ("control.evaluations",) if config.weights.keep_best else ()
+        followed = (EVALUATIONS,) if config.weights.keep_best else ()
         with open_worker(
             "trainer", config, index=index or ranks.rank, store=store, follow=followed
         ) as worker:

@@ -21,8 +21,9 @@ from relax_events.ops.export_manifest import (
     read_object,
     verify_files,
 )
+from relax_events.topics.names import SCHEMAS
 
-ENTITY, KEY, OBJECT = "control.schemas", "media/a.png", b"an object"
+ENTITY, KEY, OBJECT = SCHEMAS, "media/a.png", b"an object"
 RECORDS = [LoggedRecord(offset, 0, b"k", bytes(1000), (("h", None),)) for offset in range(3)]
 
 

@@ -40,16 +40,22 @@ from relax_events.history.samples.reader import version_blocks_backwards
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.projections.run_state import RUN_STATE_TOPICS
-from relax_events.topics.names import METRICS
+from relax_events.topics.names import (
+    COMMANDS,
+    METRICS,
+    POLICY_VERSIONS,
+    REWARD_SCORES,
+    ROLLOUT_SAMPLES,
+    SCHEMAS,
+)
 from relax_events.topics.plan import belongs_on
 
 log = structlog.get_logger()
 Value = TypeVar("Value")
-SCHEMAS = "control.schemas"
 CONTROL_TOPICS = (
     SCHEMAS,
-    "control.policy-versions",
-    "control.commands",
+    POLICY_VERSIONS,
+    COMMANDS,
     *RUN_STATE_TOPICS,
 )
 MAX_OLD_REPORTS = 20_000
@@ -216,7 +222,7 @@ class RunReader:
                 if num_records:
                     answered = time.monotonic()
                 elif time.monotonic() - answered > SILENT_SECONDS:
-                    reader.watermarks(run_log.plan.topic("control.policy-versions"), 0)
+                    reader.watermarks(run_log.plan.topic(POLICY_VERSIONS), 0)
                     answered = time.monotonic()
                 self._end_trouble()
                 self.status.num_unreadable = run_log.unreadable.count
@@ -278,7 +284,7 @@ class RunReader:
         partitions = range(run_log.plan.num_sample_partitions)
         live = {
             partition: end
-            for entity in ("rollout.samples", "reward.scores")
+            for entity in (ROLLOUT_SAMPLES, REWARD_SCORES)
             if run_log.plan.topic(entity) in run_log.topics or run_log.plan.source_run_id
             for partition, (_, end) in run_log.full_ranges(entity, partitions).items()
         }
@@ -364,7 +370,7 @@ class RunReader:
     def _read_block(
         self, run_log: RunLog, block: range
     ) -> Iterator[tuple[Sequence[Event], Record]]:
-        for entity in ("rollout.samples", "reward.scores"):
+        for entity in (ROLLOUT_SAMPLES, REWARD_SCORES):
             if run_log.plan.topic(entity) in run_log.topics:
                 for record in run_log.records(run_log.offset_ranges(entity, block)):
                     yield run_log.decode_samples(record), record

@@ -34,7 +34,15 @@ from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import TRAINER_INPUTS
+from relax_events.topics.names import (
+    GROUP_OUTCOMES,
+    POLICY_VERSIONS,
+    PROMPT_GROUPS,
+    REWARD_SCORES,
+    ROLLOUT_SAMPLES,
+    TRAIN_STEPS,
+    TRAINER_INPUTS,
+)
 
 log = structlog.get_logger()
 BLOCK_RECORDS = 5_000
@@ -48,9 +56,9 @@ PROGRESS_RECORDS = 500
 REST = 2**62
 """Stands for the version after the last block."""
 DECISION_TOPICS = (
-    "control.policy-versions",
-    "control.train-steps",
-    "control.prompt-group-outcomes",
+    POLICY_VERSIONS,
+    TRAIN_STEPS,
+    GROUP_OUTCOMES,
 )
 
 OnProgress = Callable[[int, int], None]
@@ -145,17 +153,17 @@ class LedgerReader:
         """Return where samples are on the log; none for a replay, which has its parent's."""
         if self._config.is_replay:
             return []
-        scores = ("reward.scores",) if self._config.algorithm.has_rewards else ()
+        scores = (REWARD_SCORES,) if self._config.algorithm.has_rewards else ()
         return [
             (self._plan.topic(name), partition)
-            for name in ("rollout.samples", *scores, *TRAINER_INPUTS)
+            for name in (ROLLOUT_SAMPLES, *scores, *TRAINER_INPUTS)
             for partition in range(self._plan.num_sample_partitions)
         ]
 
     def _list_queue_partitions(self) -> list[TopicPartition]:
         """Return where prompt groups are on the log; none for a replay."""
         num_partitions = 0 if self._config.is_replay else self._plan.queue_partitions
-        return [(self._plan.topic("prompt.groups"), at) for at in range(num_partitions)]
+        return [(self._plan.topic(PROMPT_GROUPS), at) for at in range(num_partitions)]
 
     def read(self) -> Ledger:
         """Read everything, block by block."""

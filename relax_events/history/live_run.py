@@ -25,9 +25,9 @@ from relax_events.kafka.schema_registry import open_codec
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.run_status import RunStatus, decide_status, find_live_workers
 from relax_events.runtime.control_follower import ControlFollower
-from relax_events.session.change_audit import ENTITY as AUDIT
 from relax_events.session.change_audit import build_change
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import AUDIT, COMMANDS
 
 log = structlog.get_logger()
 
@@ -88,7 +88,7 @@ class RunFollower(AbstractContextManager["RunFollower"]):
         )
         with closing(RecordProducer(self.connection)) as producer:
             value = self._codec.encode(command)
-            producer.write([ProducerRecord(plan.topic("control.commands"), value)])
+            producer.write([ProducerRecord(plan.topic(COMMANDS), value)])
             try:
                 producer.write([ProducerRecord(plan.topic(AUDIT), self._codec.encode(change))])
             except BrokerError as error:  # a run of an earlier release has no such topic

@@ -22,6 +22,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.session.broker_address import open_admin, require_run
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import GROUP_OUTCOMES, POLICY_VERSIONS, SCHEMAS
 from relax_events.topics.plan import belongs_on
 
 TopicPartition = tuple[str, int]
@@ -112,7 +113,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         """The outcome of each prompt group, by id."""
         if self._outcomes is None:
             self._outcomes = {}
-            for record in self.read_control("control.prompt-group-outcomes", PromptGroupEnded):
+            for record in self.read_control(GROUP_OUTCOMES, PromptGroupEnded):
                 self._outcomes.setdefault(record.event.prompt_group_id, record)
         return self._outcomes
 
@@ -126,7 +127,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         Publications come in the order of their versions, as they were read at the start.
         """
         for entity in filter(self.plan.has, entities):
-            if entity == "control.policy-versions":
+            if entity == POLICY_VERSIONS:
                 yield from (self.versions[version].event for version in sorted(self.versions))
             else:
                 for record in self.records(self._control_spans(self.plan.run_id, entity)):
@@ -321,7 +322,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if marker in self._unknown_schemas:
             return False
         self._unknown_schemas.add(marker)
-        self._seen_ends.pop((self.plan.topic("control.schemas"), 0), None)
+        self._seen_ends.pop((self.plan.topic(SCHEMAS), 0), None)
         self._learn_schemas(self.config.run.id)
         return True
 
@@ -337,7 +338,7 @@ class RunLog(AbstractContextManager["RunLog"]):
                 yield from reader.fetch(timeout_seconds=turn_seconds) or (None,)
 
     def _read_versions(self, run_id: str) -> dict[int, DecodedRecord[PolicyVersionPublished]]:
-        spans = self._control_spans(run_id, "control.policy-versions")
+        spans = self._control_spans(run_id, POLICY_VERSIONS)
         return {
             record.event.policy_version: record
             for record in self.read(spans, PolicyVersionPublished)
@@ -352,7 +353,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         }
 
     def _learn_schemas(self, run_id: str) -> None:
-        for record in self.records(self._control_spans(run_id, "control.schemas")):
+        for record in self.records(self._control_spans(run_id, SCHEMAS)):
             self.learn_schema(record)
 
     def learn_schema(self, record: Record) -> None:

@@ -16,10 +16,9 @@ from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
-from relax_events.session.change_audit import ENTITY as AUDIT
 from relax_events.session.change_audit import build_change
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import HEARTBEATS
+from relax_events.topics.names import AUDIT, HEARTBEATS
 
 log = structlog.get_logger()
 MAX_REASON = 2_000

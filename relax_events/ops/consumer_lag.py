@@ -13,7 +13,7 @@ from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.offset_admin import ConsumerGroupState
 from relax_events.ops.dependent_runs import find_dependent_runs
 from relax_events.topics import TopicPlan, compute_slot
-from relax_events.topics.names import CONSUMER_GROUP_ROLES
+from relax_events.topics.names import CONSUMER_GROUP_ROLES, PROMPT_GROUPS
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
@@ -137,7 +137,7 @@ def _compute_lag(
 ) -> list[PartitionLag]:
     committed = admin.committed_offsets(group, topic_partitions)
     begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
-    queue = plan.topic("prompt.groups")
+    queue = plan.topic(PROMPT_GROUPS)
     rows = []
     for topic_partition in topic_partitions:
         position = max(committed.get(topic_partition, 0), begins[topic_partition])

@@ -17,7 +17,12 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.inventory import Inventory
 from relax_events.session.broker_address import open_admin
 from relax_events.topics import TopicPlan, compute_slot
-from relax_events.topics.names import DEPENDENT_RUN, NO_RECORDS_NEEDED, TRAINING_SAMPLES
+from relax_events.topics.names import (
+    DEPENDENT_RUN,
+    NO_RECORDS_NEEDED,
+    POLICY_VERSIONS,
+    TRAINING_SAMPLES,
+)
 from relax_events.topics.partitions import TopicPartition
 
 
@@ -99,7 +104,7 @@ def describe_dependent_runs(config: RunConfig) -> str:
     """
     plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="followers")) as admin:
-        if not admin.topics(plan.topic("control.policy-versions")):
+        if not admin.topics(plan.topic(POLICY_VERSIONS)):
             return "none: the run has not started"
         followers = find_dependent_runs(
             plan,

@@ -14,6 +14,7 @@ from relax_events.events.types import PolicyVersionPublished
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import PROMPT_GROUPS
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
@@ -171,7 +172,7 @@ def find_version_offsets(
             f"policy version {version} was not published; the newest is {newest}; give "
             "--to-version a published version"
         )
-    if any(plan.parse_entity(topic) == "prompt.groups" for topic, _ in topic_partitions):
+    if any(plan.parse_entity(topic) == PROMPT_GROUPS for topic, _ in topic_partitions):
         raise ConfigError(
             "prompt groups are not ordered by version; reset rollout by --to-time, "
             "--to-offset, --to-beginning or --to-end"

@@ -27,11 +27,9 @@ from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued,
 from relax_events.kafka.admin import Admin
 from relax_events.staleness import BatchSlot as BatchSlot
 from relax_events.topics import TopicPlan, compute_slot
-from relax_events.topics.names import TRAINER_INPUTS, TRAINING_SAMPLES
+from relax_events.topics.names import PROMPT_GROUPS, TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import list_input_partitions, list_role_inputs
-
-QUEUE = "prompt.groups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +199,7 @@ def queue_bounds(
         before_version: A batch slot counts when the version that its step made is older.
     """
     bounds = dict.fromkeys(
-        ((plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)), 0
+        ((plan.topic(PROMPT_GROUPS), partition) for partition in range(plan.queue_partitions)), 0
     )
     closed: set[int] = set()
     newest: tuple[int, int, int] = (-1, 0, 0)
@@ -213,10 +211,12 @@ def queue_bounds(
         if item.issued.prompt_group_id not in ended or step is None or step + 1 >= before_version:
             closed.add(item.partition)
         if item.partition not in closed:
-            bounds[plan.topic(QUEUE), item.partition] = item.offset + 1
+            bounds[plan.topic(PROMPT_GROUPS), item.partition] = item.offset + 1
     row, partition, offset = newest
     if row >= 0:
-        bounds[plan.topic(QUEUE), partition] = min(offset, bounds[plan.topic(QUEUE), partition])
+        bounds[plan.topic(PROMPT_GROUPS), partition] = min(
+            offset, bounds[plan.topic(PROMPT_GROUPS), partition]
+        )
     return bounds
 
 

@@ -31,6 +31,7 @@ from relax_events.rewards.trial import (
     describe_result,
 )
 from relax_events.session.broker_address import open_admin
+from relax_events.topics.names import REWARD_SCORES, ROLLOUT_SAMPLES, SCHEMAS
 
 Results = dict[TrajectoryKey, Result]
 
@@ -49,7 +50,7 @@ def read_completions(
     """
     by_group = any(scorer.takes_prompt_group for scorer in scorers)
     for topic_partition, span in log.offset_ranges(
-        "rollout.samples", select_versions(log, versions)
+        ROLLOUT_SAMPLES, select_versions(log, versions)
     ).items():
         seen: set[TrajectoryKey] = set()
         batch: list[Completion] = []
@@ -84,7 +85,7 @@ class RecordedScores:
 
     def __init__(self, log: RunLog, versions: Bounds) -> None:
         self._log = log
-        spans = log.offset_ranges("reward.scores", select_versions(log, versions))
+        spans = log.offset_ranges(REWARD_SCORES, select_versions(log, versions))
         self._spans = {
             topic_partition[1]: {topic_partition: span} for topic_partition, span in spans.items()
         }
@@ -211,7 +212,7 @@ def open_kept_scores(log: RunLog, function: FunctionScorer, name: str) -> Iterat
         create_topic(log, name)
         codec = open_codec(log.config.broker)
         producer.write(
-            ProducerRecord(log.plan.topic("control.schemas"), schema, key=fingerprint.hex())
+            ProducerRecord(log.plan.topic(SCHEMAS), schema, key=fingerprint.hex())
             for fingerprint, schema in codec.published_form().items()
         )
         yield KeptScores(log, function, entity=entity, producer=producer, codec=codec)

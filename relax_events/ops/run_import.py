@@ -32,10 +32,10 @@ from relax_events.ops.export_manifest import (
 from relax_events.ops.topic_apply import apply_groups
 from relax_events.runtime.run_description import read_description
 from relax_events.topics import TopicPlan, TopicSpec
+from relax_events.topics.names import COMMANDS, PROMPT_GROUPS, SCHEMAS
 from relax_events.topics.partitions import TopicPartition
 
 Report = Callable[[str], None]
-DESCRIBED_ON = "control.commands"
 IMPORT_SETTINGS = {"message.timestamp.type": "CreateTime"}
 """Records keep their times while they are written; afterwards the broker's clock is used again.
 Therefore the setting also marks topics whose import is unfinished.
@@ -86,7 +86,7 @@ def plan_import(config: RunConfig, admin: Admin, manifest: Manifest) -> ImportPl
     done = []
     for item in present:
         end = ends[plan.topic(item.entity), item.partition]
-        if item.entity == DESCRIBED_ON and end > item.end:
+        if item.entity == COMMANDS and end > item.end:
             end = item.end  # the description of the new run lies behind the copied records
         if end and end != (item.num_records if item.is_compacted else item.end):
             topic_partition = f"{plan.topic(item.entity)}[{item.partition}]"
@@ -115,7 +115,7 @@ def _topic_spec(plan: TopicPlan, entity: str, topic: dict[str, object]) -> Topic
     if spec.num_partitions != topic["num_partitions"]:
         keys = (
             "broker.queue_partitions"
-            if entity == "prompt.groups"
+            if entity == PROMPT_GROUPS
             else "run.max_staleness and broker.partitions_per_version"
         )
         shape = (
@@ -224,9 +224,7 @@ def _verify_partition(
         f"{topic_partition[0]}[{topic_partition[1]}] is not as exported",
         reader.watermarks(*topic_partition)[1],
     )
-    if not item.is_compacted and (
-        end < item.end or (end > item.end and item.entity != DESCRIBED_ON)
-    ):
+    if not item.is_compacted and (end < item.end or (end > item.end and item.entity != COMMANDS)):
         raise CheckFailed(f"{what}: it ends at {end} instead of {item.end}")
     digest = RecordsDigest(with_offsets=not item.is_compacted)
     for record in reader.stream_raw({topic_partition: (0, end if item.is_compacted else item.end)}):
@@ -255,15 +253,13 @@ def _set_groups(config: RunConfig, topics: TopicPlan, admin: Admin, manifest: Ma
 
 def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
     """Write the description of the new run: the old run's, with the new id and objects."""
-    if DESCRIBED_ON not in manifest.topics:
+    if COMMANDS not in manifest.topics:
         return
     reader = LogReader(_connection(config))
     try:
-        cluster_id = reader.cluster_id(topics.topic(DESCRIBED_ON))
+        cluster_id = reader.cluster_id(topics.topic(COMMANDS))
         described_before = (
-            read_description(reader, config.run.id)
-            if "control.schemas" in manifest.topics
-            else None
+            read_description(reader, config.run.id) if SCHEMAS in manifest.topics else None
         )
     finally:
         reader.close()
@@ -295,7 +291,7 @@ def _describe(config: RunConfig, topics: TopicPlan, manifest: Manifest) -> None:
     )
     if described.config != described_before.config:
         producer = RecordProducer(_connection(config))
-        producer.write([ProducerRecord(topics.topic(DESCRIBED_ON), EventCodec().encode(described))])
+        producer.write([ProducerRecord(topics.topic(COMMANDS), EventCodec().encode(described))])
         producer.close()
 
 

@@ -31,7 +31,6 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.version_objects import delete_objects_before
 from relax_events.ops.dependent_runs import dependent_run_bounds, find_dependent_runs
 from relax_events.ops.purge import (
-    QUEUE,
     Bounds,
     DeleteRange,
     QueuedGroup,
@@ -48,7 +47,13 @@ from relax_events.projections.base import apply_events
 from relax_events.projections.training_history import advance_positions
 from relax_events.staleness import BatchSlot as BatchSlot
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import TRAINING_SAMPLES
+from relax_events.topics.names import (
+    GROUP_OUTCOMES,
+    POLICY_VERSIONS,
+    PROMPT_GROUPS,
+    TRAIN_STEPS,
+    TRAINING_SAMPLES,
+)
 from relax_events.topics.partitions import TopicPartition
 from relax_events.training.checkpoint.critic_checkpoints import list_critic_checkpoints
 
@@ -163,7 +168,8 @@ class Purger:
         )
         targets = version_bounds(self._plan, state.published.values(), before_version=oldest)
         queue = [
-            (self._plan.topic(QUEUE), partition) for partition in range(self._plan.queue_partitions)
+            (self._plan.topic(PROMPT_GROUPS), partition)
+            for partition in range(self._plan.queue_partitions)
         ]
         begins = self._admin.beginning_offsets([*targets, *queue])
         queued = self._queued(begins, queue)
@@ -198,7 +204,7 @@ class Purger:
         begins = self._admin.beginning_offsets(
             delete_range.topic_partition
             for delete_range in ranges
-            if self._plan.parse_entity(delete_range.topic_partition[0]) != QUEUE
+            if self._plan.parse_entity(delete_range.topic_partition[0]) != PROMPT_GROUPS
         )
         self.oldest_with_records = oldest = oldest_with_records(
             self._plan, state.published.values(), begins
@@ -368,9 +374,7 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
     state = RetentionState()
     with RunLog(config, name="purge") as run_log:
         apply_events(
-            run_log.read_control_events(
-                "control.policy-versions", "control.train-steps", "control.prompt-group-outcomes"
-            ),
+            run_log.read_control_events(POLICY_VERSIONS, TRAIN_STEPS, GROUP_OUTCOMES),
             state,
         )
         if before_version is not None and before_version > state.newest_version:

@@ -33,6 +33,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.session.broker_address import open_admin, require_run
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import SCHEMAS
 
 log = structlog.get_logger()
 
@@ -89,7 +90,7 @@ def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
     Raises:
         ConfigError: The broker has no topics of this run.
     """
-    topic = TopicPlan.from_config(config).topic("control.schemas")
+    topic = TopicPlan.from_config(config).topic(SCHEMAS)
     with closing(open_admin(config, name="schemas")) as admin:
         require_run(config, admin.topics(topic))
     schemas: dict[str, Schema] = {}
@@ -107,7 +108,7 @@ def find_missing_schemas(config: RunConfig, admin: Admin) -> dict[bytes, bytes]:
         config: The run, with the broker's address and the principal filled in.
         admin: Of its broker.
     """
-    topic = TopicPlan.from_config(config).topic("control.schemas")
+    topic = TopicPlan.from_config(config).topic(SCHEMAS)
     ids: dict[str, set[int]] = {}
     if topic in admin.topics(topic):
         for fingerprint, text in _read_records(config, topic):
@@ -123,7 +124,7 @@ def find_missing_schemas(config: RunConfig, admin: Admin) -> dict[bytes, bytes]:
 def publish_schemas(config: RunConfig, admin: Admin) -> int:
     """Publish the schemas that `find_missing_schemas` finds; return their number."""
     missing = find_missing_schemas(config, admin)
-    topic = TopicPlan.from_config(config).topic("control.schemas")
+    topic = TopicPlan.from_config(config).topic(SCHEMAS)
     if missing:
         with closing(RecordProducer(_connect(config))) as producer:
             producer.write(

@@ -11,7 +11,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import BrokerRefused
 from relax_events.kafka.admin import Admin, TopicState
 from relax_events.topics import TopicPlan, TopicSpec
-from relax_events.topics.names import CONSUMER_GROUP_ROLES
+from relax_events.topics.names import CONSUMER_GROUP_ROLES, PROMPT_GROUPS
 
 FOREVER = -1
 HEARTBEAT_MS, HEARTBEAT_MS_PER_MEMBER, MAX_HEARTBEAT_MS = 500, 10, 5000
@@ -227,7 +227,7 @@ def _keys_behind(change: Change) -> str:
     """Name the keys of the run file that determine a topic's shape."""
     if "replicas" in change.detail:
         return "broker.replication_factor as it was"
-    is_queue = TopicPlan.parse_entity(change.topic) == "prompt.groups"
+    is_queue = TopicPlan.parse_entity(change.topic) == PROMPT_GROUPS
     return (
         "broker.queue_partitions as it was"
         if is_queue

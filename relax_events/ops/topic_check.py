@@ -17,6 +17,7 @@ from relax_events.ops.topic_apply import Change, plan_changes
 from relax_events.projections.base import apply_events
 from relax_events.projections.run_state import RunState
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import COMMANDS
 from relax_events.topics.plan import list_role_inputs
 
 
@@ -45,7 +46,7 @@ def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
         *drift_findings(plan_changes(plan.specs(), topic_states)),
         *partition_findings(admin.partitions(plan.topic("")), topic_states),
     ]
-    if plan.topic("control.commands") in topic_states:
+    if plan.topic(COMMANDS) in topic_states:
         with RunLog(config, name="check") as log:
             over = has_ended(log)
             findings += dead_letter_findings(read_dead_letters(log))
@@ -57,7 +58,7 @@ def check_topics(config: RunConfig, admin: Admin) -> list[TopicFinding]:
 def has_ended(log: RunLog) -> bool:
     """Return whether the run has ended, or has not started: then no worker is expected."""
     state = RunState()
-    apply_events(log.read_control_events("control.commands"), state)
+    apply_events(log.read_control_events(COMMANDS), state)
     return state.ended is not None or not log.versions
 
 

@@ -17,7 +17,7 @@ from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.records import Record
 from relax_events.ops.offset_reset import find_version_offsets, parse_time_ms
-from relax_events.topics.names import SAMPLE_TOPICS
+from relax_events.topics.names import SAMPLE_TOPICS, SCHEMAS
 from relax_events.topics.partitions import TopicPartition
 
 FORMS = "beginning, end, an offset, version:V or a time like 2026-01-31T12:00:00Z"
@@ -139,7 +139,7 @@ def read_record(log: RunLog, record: Record) -> TailedRecord:
     """Decode a record, or return it with the reason why it can't be decoded."""
     if not record.value:
         return TailedRecord(record, "tombstone", {})
-    if log.plan.parse_entity(record.topic) == "control.schemas":
+    if log.plan.parse_entity(record.topic) == SCHEMAS:
         return TailedRecord(record, "schema", {"schema": record.value.decode("utf-8", "replace")})
     try:
         event = log.codec.decode(record.value)

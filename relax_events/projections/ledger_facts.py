@@ -17,7 +17,7 @@ from relax_events.events.types import (
 )
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup
-from relax_events.topics.names import TRAINING_SAMPLES
+from relax_events.topics.names import ROLLOUT_SAMPLES, TRAINING_SAMPLES
 
 ReadyPosition = tuple[int, int, str]
 """Partition and offset of a record of advantage.samples, and the id of one of its samples."""
@@ -228,4 +228,4 @@ class Evidence:
     def lost_samples(self, group: GroupFacts) -> bool:
         """Return whether missing samples of a trained prompt group were purged."""
         partitions = {sample.partition for sample in group.trained}
-        return any(self.is_purged("rollout.samples", partition, 0) for partition in partitions)
+        return any(self.is_purged(ROLLOUT_SAMPLES, partition, 0) for partition in partitions)

@@ -20,6 +20,7 @@ from relax_events.projections.ledger_facts import (
 )
 from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import REWARD_SCORES, ROLLOUT_SAMPLES
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ class StepCheck:
         copies = group.generated.get(sample.sample_id, [])
         matching = [copy for copy in copies if copy == record[1:6]]
         if not matching and not self.evidence.may_lack(
-            "rollout.samples", sample.partition, record.owner
+            ROLLOUT_SAMPLES, sample.partition, record.owner
         ):
             totals.findings.add(Rule.OTHER_TOKENS if copies else Rule.NEVER_GENERATED, where)
         elif not matching:
@@ -123,7 +124,7 @@ class StepCheck:
 
     def _check_generated(self, sample: Trained, group: GroupFacts, totals: LedgerTotals) -> None:
         """Look for any copy of a trained sample whose own record is missing."""
-        may_be_missing = self.evidence.is_purged("rollout.samples", sample.partition, 0)
+        may_be_missing = self.evidence.is_purged(ROLLOUT_SAMPLES, sample.partition, 0)
         if not group.generated.get(sample.sample_id) and not may_be_missing:
             totals.findings.add(
                 Rule.NEVER_GENERATED, f"{sample.sample_id} of train step {sample.train_step}"
@@ -135,7 +136,7 @@ class StepCheck:
         rewards = group.rewards.get(sample.sample_id, set())
         if not self.has_rewards or (record.generation, record.reward) in rewards:
             return
-        if self.evidence.may_lack("reward.scores", sample.partition, record.owner):
+        if self.evidence.may_lack(REWARD_SCORES, sample.partition, record.owner):
             totals.unverified["the rewards of {} trained samples were scored"] += 1
         else:
             what = f"{sample.sample_id} in train step {sample.train_step}: {record.reward:g}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.topics import TopicPlan, compute_shard
+from relax_events.topics.names import PROMPT_GROUPS
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class PurgedRanges:
     def may_have_purged_issue(self, prompt_group_id: str) -> bool:
         """Return whether the record that issued a prompt group may have been purged."""
         partition = compute_shard(prompt_group_id, shards=self.plan.queue_partitions)
-        return self.beginning_offsets.get(("prompt.groups", partition), 0) > 0
+        return self.beginning_offsets.get((PROMPT_GROUPS, partition), 0) > 0
 
     def is_purged(self, entity: str, partition: int, offset: int) -> bool:
         """Return whether the record at an offset was purged."""

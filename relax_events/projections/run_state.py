@@ -25,7 +25,7 @@ from relax_events.events.types import (
 )
 from relax_events.projections.base import RunPhase
 from relax_events.staleness import is_external
-from relax_events.topics.names import HEARTBEATS, METRICS
+from relax_events.topics.names import EVALUATIONS, GROUP_OUTCOMES, HEARTBEATS, METRICS, TRAIN_STEPS
 
 EMPTY = np.zeros(0, np.int32)
 MAX_KEPT = 128
@@ -34,11 +34,11 @@ shows."""
 MAX_RECENT_IDS = 20_000
 """Newest prompt group ids among which a repeated outcome is recognised."""
 RUN_STATE_TOPICS = (
-    "control.train-steps",
-    "control.prompt-group-outcomes",
+    TRAIN_STEPS,
+    GROUP_OUTCOMES,
     *HEARTBEATS.values(),
     *METRICS.values(),
-    "control.evaluations",
+    EVALUATIONS,
 )
 
 

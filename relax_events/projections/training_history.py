@@ -27,6 +27,7 @@ from relax_events.runtime.publications import (
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import TRAIN_STEPS
 
 
 @dataclass(slots=True)
@@ -251,9 +252,9 @@ def _checkpoint_versions_since(
     published: Sequence[PolicyVersionPublished], reader: LogReader, worker: Worker
 ) -> set[int]:
     """Return the versions of the checkpoints that the steps since these publications name."""
-    topic_partition = (worker.plan.topic("control.train-steps"), 0)
+    topic_partition = (worker.plan.topic(TRAIN_STEPS), 0)
     span = (
-        find_start_offsets(published, worker.plan)["control.train-steps"],
+        find_start_offsets(published, worker.plan)[TRAIN_STEPS],
         reader.watermarks(*topic_partition)[1],
     )
     events = map(worker.records.decode, reader.stream({topic_partition: span}))

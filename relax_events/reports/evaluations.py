@@ -9,16 +9,15 @@ from relax_events.history.run_log import RunLog
 from relax_events.projections.base import apply_events
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import evaluation_rows
-
-ENTITY = "control.evaluations"
+from relax_events.topics.names import EVALUATIONS
 
 
 def read_evaluations(log: RunLog) -> list[dict[str, Any]]:
     """Return a run's evaluations as its report shows them; nothing without the topic."""
-    if log.plan.topic(ENTITY) not in log.topics:
+    if log.plan.topic(EVALUATIONS) not in log.topics:
         return []
     state = RunState(keeps_all=True)
-    apply_events(log.read_control_events(ENTITY), state)
+    apply_events(log.read_control_events(EVALUATIONS), state)
     return evaluation_rows(state.evaluations.values())
 
 

@@ -18,14 +18,14 @@ from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.reports.report_files import build_report, write_report
 from relax_events.session.records import SESSIONS_FILE, parse_sessions, session_seconds
-from relax_events.topics.names import METRICS
+from relax_events.topics.names import COMMANDS, EVALUATIONS, METRICS, POLICY_VERSIONS, TRAIN_STEPS
 
 REPORTED_ENTITIES = (
-    "control.policy-versions",
-    "control.train-steps",
-    "control.evaluations",
+    POLICY_VERSIONS,
+    TRAIN_STEPS,
+    EVALUATIONS,
     *METRICS.values(),
-    "control.commands",
+    COMMANDS,
 )
 
 

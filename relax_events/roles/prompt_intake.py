@@ -26,6 +26,7 @@ from relax_events.roles.inflight_group import InflightGroup
 from relax_events.roles.media_prefetch import MediaPrefetcher
 from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import PROMPT_GROUPS
 
 MAX_DELIVERIES = 8
 DELIVERY_MARGIN = 2
@@ -60,7 +61,7 @@ class PromptIntake:
             broker.prompt_queue,
             self._worker.connection,
             group=group,
-            topic=plan.topic("prompt.groups"),
+            topic=plan.topic(PROMPT_GROUPS),
             max_leases=self._config.num_lanes,
             records_per_batch=self._config.prompt_groups_per_lease(),
             on_lease=on_lease,

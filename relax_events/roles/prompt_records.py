@@ -10,6 +10,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup
 from relax_events.topics import compute_shard
+from relax_events.topics.names import PROMPT_GROUPS
 
 
 def build_prompt_record(
@@ -56,7 +57,7 @@ def build_prompt_record(
     )
     partition = compute_shard(group.prompt_group_id, shards=worker.plan.queue_partitions)
     return worker.records.build(
-        "prompt.groups", issued, key=group.prompt_group_id, partition=partition
+        PROMPT_GROUPS, issued, key=group.prompt_group_id, partition=partition
     )
 
 

@@ -19,8 +19,8 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import PROMPTER_STATE
 
-SUMMARIES = "control.prompter-state"
 MAX_SUMMARY_REWARDS = 400_000
 """Maximum mean rewards in a summary record; with more, a restarted prompter reads the whole
 log."""
@@ -28,7 +28,7 @@ log."""
 
 def read_newest_summary(reader: LogReader, worker: Worker) -> PrompterStateSaved | None:
     """Return the newest summary that can be decoded; None without any."""
-    topic_partition = (worker.plan.topic(SUMMARIES), 0)
+    topic_partition = (worker.plan.topic(PROMPTER_STATE), 0)
     for records in reader.read_backwards(topic_partition, num_offsets=1):
         for record in reversed(records):
             with suppress(CorruptRecord, SchemaError):

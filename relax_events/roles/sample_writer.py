@@ -18,6 +18,7 @@ from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import InflightGroup, build_sample_event
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import ROLLOUT_SAMPLES
 
 MAX_REMEMBERED_GROUPS = 1024
 NUM_PARTS = 8
@@ -123,4 +124,4 @@ class SampleWriter:
             for sample in group.samples
         ]
         mark_generation(samples)
-        return self._worker.records.build_for_samples("rollout.samples", samples)
+        return self._worker.records.build_for_samples(ROLLOUT_SAMPLES, samples)

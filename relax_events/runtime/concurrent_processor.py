@@ -17,6 +17,7 @@ from relax_events.runtime.processors import choose_operation
 from relax_events.runtime.sample_input import IDLE_SECONDS, SampleInput
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import TracedWork
+from relax_events.topics.names import ROLLOUT_SAMPLES
 
 STEP_SECONDS = 0.25
 DRAIN_COMMIT_SECONDS = 5.0
@@ -123,7 +124,7 @@ class ConcurrentLoop:
             return
         for number, sample in enumerate(self._input.decode(record)):
             work = self._worker.records.traces.begin(
-                self._operation, sample.prompt_group_id, topic="rollout.samples"
+                self._operation, sample.prompt_group_id, topic=ROLLOUT_SAMPLES
             )
             position = (record.offset, number)
             self._held.setdefault(partition_key, {})[position] = (sample.policy_version, work)

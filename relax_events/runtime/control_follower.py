@@ -32,13 +32,12 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.runtime.publications import (
-    PUBLICATIONS,
     PublishedVersions,
     find_start_offsets,
     read_newest_publications,
 )
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import BROADCAST, METRICS_TOPICS
+from relax_events.topics.names import BROADCAST, COMMANDS, METRICS_TOPICS, POLICY_VERSIONS, SCHEMAS
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import belongs_on
 
@@ -46,7 +45,7 @@ log = structlog.get_logger()
 RECENT_VERSIONS = 48
 """Policy versions that a follower reads back at its start: enough for the displayed steps and
 several staleness windows."""
-READ_WHOLE = ("control.schemas", "control.commands")
+READ_WHOLE = (SCHEMAS, COMMANDS)
 """Read from their beginning: a run has few schemas and commands."""
 RECENT_REPORTS = 500
 """Metrics reports per role that a follower reads back at its start: enough to hold the newest of
@@ -112,7 +111,7 @@ class ControlFollower:
         self._wait = wait
         self._whole = (*READ_WHOLE, BROADCAST) if reads_broadcast else READ_WHOLE
         self._also = tuple(filter(plan.has, also))
-        self._schemas_topic = plan.topic("control.schemas")
+        self._schemas_topic = plan.topic(SCHEMAS)
         self._connection = connection
         self._listeners: list[Listener] = []
         self._changed = threading.Condition()
@@ -173,7 +172,7 @@ class ControlFollower:
             self._receive(record)
         starts = {
             topic_partition: start for topic_partition, (start, _) in spans.items()
-        } | dict.fromkeys(self._partitions((*self._whole, PUBLICATIONS)), 0)
+        } | dict.fromkeys(self._partitions((*self._whole, POLICY_VERSIONS)), 0)
         self._starts = {
             topic_partition: self._positions.get(topic_partition, start)
             for topic_partition, start in starts.items()
@@ -226,7 +225,7 @@ class ControlFollower:
         if self.policy_version >= version:
             return True
         # the thread may not have processed its newest one yet
-        newest = self._published_versions.read_newest(self.position(PUBLICATIONS) - 1)
+        newest = self._published_versions.read_newest(self.position(POLICY_VERSIONS) - 1)
         return max(newest, self.policy_version) >= version
 
     def learn_schemas(self) -> None:

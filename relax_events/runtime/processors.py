@@ -21,6 +21,7 @@ from relax_events.runtime.control_follower import Listener
 from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.sample_input import IDLE_SECONDS, SampleInput, next_offsets
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import ROLLOUT_SAMPLES
 
 PART_SECONDS = 0.05
 """The time of a part whose size adapts: requests to the broker are few, and results come soon."""
@@ -206,7 +207,7 @@ class SampleLoop:
             with self._worker.records.traces.trace_groups(
                 self._operation,
                 (sample.prompt_group_id for _, sample in ready),
-                topic="rollout.samples",
+                topic=ROLLOUT_SAMPLES,
             ):
                 for output in self._outputs(ready):
                     self._worker.records.producer.send(output)

@@ -26,15 +26,15 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import GROUP_OUTCOMES, POLICY_VERSIONS, TRAIN_STEPS
 
 log = structlog.get_logger()
 SUMMED_ENTITIES = (
-    "control.train-steps",
-    "control.prompt-group-outcomes",
-    "control.policy-versions",
+    TRAIN_STEPS,
+    GROUP_OUTCOMES,
+    POLICY_VERSIONS,
 )
 """Topics that the trainer writes in the transactions that publish versions."""
-PUBLICATIONS = "control.policy-versions"
 Decode = Callable[[Record], Event | None]
 
 
@@ -54,7 +54,7 @@ def read_newest_publications(
         is_enough: Receives the publications found so far, oldest first.
     """
     publications: list[PolicyVersionPublished] = []
-    for records in reader.read_backwards((plan.topic(PUBLICATIONS), 0)):
+    for records in reader.read_backwards((plan.topic(POLICY_VERSIONS), 0)):
         events = [decode(record) for record in records]
         publications = [
             *(event for event in events if isinstance(event, PolicyVersionPublished)),
@@ -86,7 +86,7 @@ class PublishedVersions:
 
     def __init__(self, connection: Connection, plan: TopicPlan, codec: EventCodec) -> None:
         self._connection, self._codec = connection, codec
-        self._topic_partition = (plan.topic(PUBLICATIONS), 0)
+        self._topic_partition = (plan.topic(POLICY_VERSIONS), 0)
         self._reader: LogReader | None = None
         self._position, self._newest = 0, -1
 

@@ -31,6 +31,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import COMMANDS, SCHEMAS, TRAIN_STEPS
 
 LOCATION_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
 SHAPE_KEYS = (
@@ -160,7 +161,7 @@ def _moved(config: RunConfig, run_id: str) -> RunConfig:
 def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
     """Return the newest description on a run's log, or None. The run's topics must exist."""
     codec, newest = read_codec(reader, run_id), None
-    for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.commands")):
+    for record in _whole(reader, TopicPlan.build_topic_name(run_id, COMMANDS)):
         with suppress(CorruptRecord, SchemaError):
             event = codec.decode(record.value)
             newest = event if isinstance(event, RunDescribed) else newest
@@ -170,7 +171,7 @@ def read_description(reader: LogReader, run_id: str) -> RunDescribed | None:
 def read_codec(reader: LogReader, run_id: str) -> EventCodec:
     """Return a codec with the schemas that the writers of a run have published."""
     codec = EventCodec()
-    for record in _whole(reader, TopicPlan.build_topic_name(run_id, "control.schemas")):
+    for record in _whole(reader, TopicPlan.build_topic_name(run_id, SCHEMAS)):
         if record.value:
             try:
                 codec.learn(record.value, key=record.key)
@@ -259,9 +260,7 @@ class ParentRun:
     def steps(self) -> Iterator[TrainStepCommitted]:
         """Yield the train steps that the run has committed so far."""
         return (
-            event
-            for event in self.events("control.train-steps")
-            if isinstance(event, TrainStepCommitted)
+            event for event in self.events(TRAIN_STEPS) if isinstance(event, TrainStepCommitted)
         )
 
     def _records(self, entity: str) -> Iterator[Record]:

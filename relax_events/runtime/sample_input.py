@@ -18,6 +18,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.validation import check_samples
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import find_skip_targets
+from relax_events.topics.names import ROLLOUT_SAMPLES
 
 IDLE_SECONDS = 0.5
 
@@ -44,7 +45,7 @@ class SampleInput:
             on_revoked: Called with the partitions that go to another member, before they go.
         """
         self._worker, self._max_records, self._on_revoked = worker, max_records, on_revoked
-        self._topic = worker.plan.topic("rollout.samples")
+        self._topic = worker.plan.topic(ROLLOUT_SAMPLES)
         self._published: list[PolicyVersionPublished] = []
         self.fetched: deque[Record] = deque()
         self._consumer = SubscribedConsumer(

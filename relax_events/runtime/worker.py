@@ -39,7 +39,7 @@ from relax_events.telemetry.logs import configure_logs
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.telemetry.traces import open_traces
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import BROADCAST_ROLES, HEARTBEATS, METRICS
+from relax_events.topics.names import BROADCAST_ROLES, HEARTBEATS, METRICS, SCHEMAS
 
 log = structlog.get_logger()
 FOLLOW_WAIT_MS_PER_WORKER, MAX_FOLLOW_WAIT_MS = 10, 5000
@@ -170,7 +170,7 @@ class Worker(AbstractContextManager["Worker"]):
             AccessDenied: It may not, and some are missing.
         """
         missing = [
-            ProducerRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
+            ProducerRecord(self.plan.topic(SCHEMAS), schema, key=name.hex())
             for name, schema in self.records.codec.published_form().items()
             if not self.control.follower.has_schema(name, schema)
         ]
@@ -179,7 +179,7 @@ class Worker(AbstractContextManager["Worker"]):
         except AccessDenied as error:
             raise AccessDenied(
                 f"{len(missing)} schema(s) of this release are not on "
-                f"{self.plan.topic('control.schemas')}, which only the operator may write; call "
+                f"{self.plan.topic(SCHEMAS)}, which only the operator may write; call "
                 "relax topics apply with this release before its workers start"
             ) from error
 

@@ -15,6 +15,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.session.principals import apply_principal
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import SCHEMAS
 
 OPERATOR = "operator"
 ANSWER_SECONDS = 5.0
@@ -126,7 +127,7 @@ def require_run(config: RunConfig, topics: Container[str]) -> None:
     Raises:
         ConfigError: The run's schemas have no topic there.
     """
-    if TopicPlan.from_config(config).topic("control.schemas") not in topics:
+    if TopicPlan.from_config(config).topic(SCHEMAS) not in topics:
         raise ConfigError(
             f"the broker has no topics of a run {config.run.id!r}; see run.id and "
             "broker.bootstrap_servers"

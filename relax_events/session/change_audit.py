@@ -11,7 +11,6 @@ import orjson
 
 from relax_events.events.types import ChangeRequested
 
-ENTITY = "control.audit"
 ACCOUNT, TOKEN = "account", "token"
 """How a caller was known: by the rights of its account on the log, or by the API's token."""
 ACCEPTED, REFUSED, FAILED = "accepted", "refused", "failed"

@@ -28,6 +28,7 @@ from relax_events.runtime.run_description import (
 from relax_events.session.broker_address import open_admin
 from relax_events.session.defaults import log_derived, resolve_defaults
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import COMMANDS
 
 log = structlog.get_logger()
 WITHOUT_MODEL = frozenset({"reward", "metrics"})
@@ -50,7 +51,7 @@ def read_last_session(config: RunConfig) -> RunDescribed | None:
     """
     plan = TopicPlan.from_config(config)
     with closing(open_admin(config, name="run")) as admin:
-        if plan.topic("control.commands") not in admin.topics(plan.topic("")):
+        if plan.topic(COMMANDS) not in admin.topics(plan.topic("")):
             return None
     with closing(
         LogReader(Connection.from_config(config.broker, client_id=f"{config.run.id}.run"))

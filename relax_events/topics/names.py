@@ -4,49 +4,66 @@ stand below the plan (ADR 57).
 
 from __future__ import annotations
 
-QUEUE_TOPICS = {"prompt.groups": "PromptGroupIssued: the rollout workers' queue"}
+PROMPT_GROUPS = "prompt.groups"
+ROLLOUT_SAMPLES = "rollout.samples"
+REWARD_SCORES = "reward.scores"
+TRAINING_SAMPLES = "advantage.samples"
+END_REQUESTS = "prompt.end-requests"
+POLICY_VERSIONS = "control.policy-versions"
+TRAIN_STEPS = "control.train-steps"
+GROUP_OUTCOMES = "control.prompt-group-outcomes"
+COMMANDS = "control.commands"
+AUDIT = "control.audit"
+EVALUATIONS = "control.evaluations"
+SCHEMAS = "control.schemas"
+PROMPTER_STATE = "control.prompter-state"
+REFERENCE_LOGPROBS = "reference.logprobs"
+ACTOR_LOGPROBS = "actor.logprobs"
+CRITIC_VALUES = "critic.values"
+TEACHER_LOGPROBS = "teacher.logprobs"
+QUEUE_TOPICS = {PROMPT_GROUPS: "PromptGroupIssued: the rollout workers' queue"}
 LOGPROB_TOPICS = {
-    "reference": "reference.logprobs",
-    "actor": "actor.logprobs",
-    "critic": "critic.values",
-    "teacher": "teacher.logprobs",
+    "reference": REFERENCE_LOGPROBS,
+    "actor": ACTOR_LOGPROBS,
+    "critic": CRITIC_VALUES,
+    "teacher": TEACHER_LOGPROBS,
 }
 """The topic of SampleEvaluated, by the event's `evaluator`."""
+TOPIC_BY_ROLE = {
+    "actor-forward" if name == "actor" else name: topic for name, topic in LOGPROB_TOPICS.items()
+}
+"""The topic of SampleEvaluated, by the role that writes it."""
 SAMPLE_TOPICS = {
-    "rollout.samples": "SamplesRolledOut: generated samples",
-    "reward.scores": "SamplesScored: rewards of samples",
-    "reference.logprobs": "SamplesEvaluated, by the reference model",
-    "actor.logprobs": "SamplesEvaluated, by the actor-forward role",
-    "critic.values": "SamplesEvaluated, by the critic",
-    "teacher.logprobs": "SamplesEvaluated, by the teacher",
-    "advantage.samples": (
+    ROLLOUT_SAMPLES: "SamplesRolledOut: generated samples",
+    REWARD_SCORES: "SamplesScored: rewards of samples",
+    REFERENCE_LOGPROBS: "SamplesEvaluated, by the reference model",
+    ACTOR_LOGPROBS: "SamplesEvaluated, by the actor-forward role",
+    CRITIC_VALUES: "SamplesEvaluated, by the critic",
+    TEACHER_LOGPROBS: "SamplesEvaluated, by the teacher",
+    TRAINING_SAMPLES: (
         "SamplesReady for the trainer, and PromptGroupEnded where the "
         "advantage role ends a prompt group; it alone writes here"
     ),
-    "prompt.end-requests": (
+    END_REQUESTS: (
         "PromptGroupEnded: other roles ask the trainer to end a prompt group that failed or expired"
     ),
 }
-TRAINING_SAMPLES = "advantage.samples"
-END_REQUESTS = "prompt.end-requests"
 TRAINER_INPUTS = (TRAINING_SAMPLES, END_REQUESTS)
 """The trainer's inputs, whose offsets it commits with its steps."""
 ADVANTAGE_ROLE = "advantage"
 """The role that writes training samples. Other roles' end requests have a separate topic, so that
 those roles cannot write samples."""
 CONTROL_TOPICS = {
-    "control.policy-versions": (
+    POLICY_VERSIONS: (
         "PolicyVersionPublished: which weights may be used, where their records begin, and what "
         "the log holds before them"
     ),
-    "control.train-steps": "TrainStepCommitted: what each step trained on and what came out",
-    "control.prompt-group-outcomes": (
-        "PromptGroupEnded: how each prompt group ended, decided by the trainer"
-    ),
-    "control.commands": "RunCommanded: what the controller asks for; RunDescribed: the run file",
-    "control.audit": "ChangeRequested: who asked for a change of the run, and the outcome",
-    "control.evaluations": "PolicyEvaluated: how good a version is on a dataset",
-    "control.schemas": (
+    TRAIN_STEPS: "TrainStepCommitted: what each step trained on and what came out",
+    GROUP_OUTCOMES: ("PromptGroupEnded: how each prompt group ended, decided by the trainer"),
+    COMMANDS: "RunCommanded: what the controller asks for; RunDescribed: the run file",
+    AUDIT: "ChangeRequested: who asked for a change of the run, and the outcome",
+    EVALUATIONS: "PolicyEvaluated: how good a version is on a dataset",
+    SCHEMAS: (
         "writer schemas as JSON, by fingerprint; never compacted, so that no writer can take "
         "another one's away"
     ),
@@ -85,7 +102,7 @@ COMPACTED_TOPICS = {
         "BroadcastMembership: the newest list of engines that the trainer sends new weights to"
     ),
 }
-SUMMARY_TOPICS = {"control.prompter-state": "PrompterStateSaved: the prompter's state, the newest"}
+SUMMARY_TOPICS = {PROMPTER_STATE: "PrompterStateSaved: the prompter's state, the newest"}
 PER_SAMPLE_ROLES = ("reward", "judge", "reference", "actor-forward", "critic", "teacher")
 """Roles that process each sample separately and write one event for it."""
 BROADCAST_ROLES = ("rollout", "actor-forward", "trainer")

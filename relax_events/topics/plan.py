@@ -35,21 +35,32 @@ from relax_events.events.types import (
 )
 from relax_events.topics.names import (
     ADVANTAGE_ROLE,
+    AUDIT,
     BROADCAST,
+    COMMANDS,
     COMPACTED_TOPICS,
     CONTROL_TOPICS,
     DEAD_LETTER_ROLES,
     DEAD_LETTERS,
     END_REQUESTS,
+    EVALUATIONS,
+    GROUP_OUTCOMES,
     HEARTBEATS,
     LOGPROB_TOPICS,
     METRICS,
     METRICS_TOPICS,
     PER_ROLE_TOPICS,
+    POLICY_VERSIONS,
+    PROMPT_GROUPS,
+    PROMPTER_STATE,
     QUEUE_TOPICS,
+    REWARD_SCORES,
     ROLES,
+    ROLLOUT_SAMPLES,
     SAMPLE_TOPICS,
     SUMMARY_TOPICS,
+    TOPIC_BY_ROLE,
+    TRAIN_STEPS,
     TRAINER_INPUTS,
     TRAINING_SAMPLES,
 )
@@ -61,9 +72,6 @@ from relax_events.topics.partitions import (
     list_slot_partitions,
 )
 
-TOPIC_BY_ROLE = {
-    "actor-forward" if name == "actor" else name: topic for name, topic in LOGPROB_TOPICS.items()
-}
 SEGMENT_SECONDS = 300.0
 """Age at which the broker closes a log segment, where `run.retain_versions` purges: it deletes only
 closed segments from disk."""
@@ -285,20 +293,20 @@ class TopicPlan:
 
 
 EVENTS_ON: dict[str, tuple[type[Event], ...]] = {
-    "prompt.groups": (PromptGroupIssued,),
-    "rollout.samples": (SampleRolledOut,),
-    "reward.scores": (SampleScored,),
+    PROMPT_GROUPS: (PromptGroupIssued,),
+    ROLLOUT_SAMPLES: (SampleRolledOut,),
+    REWARD_SCORES: (SampleScored,),
     **dict.fromkeys(LOGPROB_TOPICS.values(), (SampleEvaluated,)),
     TRAINING_SAMPLES: (SampleReady, PromptGroupEnded),
     END_REQUESTS: (PromptGroupEnded,),
-    "control.policy-versions": (PolicyVersionPublished,),
-    "control.train-steps": (TrainStepCommitted,),
-    "control.prompt-group-outcomes": (PromptGroupEnded,),
-    "control.commands": (RunCommanded, RunDescribed),
-    "control.audit": (ChangeRequested,),
-    "control.evaluations": (PolicyEvaluated,),
+    POLICY_VERSIONS: (PolicyVersionPublished,),
+    TRAIN_STEPS: (TrainStepCommitted,),
+    GROUP_OUTCOMES: (PromptGroupEnded,),
+    COMMANDS: (RunCommanded, RunDescribed),
+    AUDIT: (ChangeRequested,),
+    EVALUATIONS: (PolicyEvaluated,),
     BROADCAST: (BroadcastMembership,),
-    "control.prompter-state": (PrompterStateSaved,),
+    PROMPTER_STATE: (PrompterStateSaved,),
     **dict.fromkeys(HEARTBEATS.values(), (WorkerHeartbeat,)),
     **dict.fromkeys(METRICS.values(), (MetricsReported,)),
 }
@@ -327,7 +335,7 @@ def belongs_on(entity: str, event: Event) -> bool:
         topics = HEARTBEATS if isinstance(event, WorkerHeartbeat) else METRICS
         return topics.get(event.role) == entity and event.worker_id.rpartition("-")[0] == event.role
     if entity.startswith("reward.scores."):  # the scores of another reward function for old samples
-        entity = "reward.scores"
+        entity = REWARD_SCORES
     return isinstance(event, EVENTS_ON.get(entity, ()))
 
 
@@ -343,16 +351,16 @@ def list_role_inputs(config: RunConfig) -> dict[str, list[str]]:
         return {}
     roles = config.roles()
     samples = {
-        role: ["rollout.samples"] for role in ("reward", "judge", *TOPIC_BY_ROLE) if role in roles
+        role: [ROLLOUT_SAMPLES] for role in ("reward", "judge", *TOPIC_BY_ROLE) if role in roles
     }
     evaluated = [entity for role, entity in TOPIC_BY_ROLE.items() if role in roles]
-    scores = ["reward.scores"] if config.algorithm.has_rewards else []
+    scores = [REWARD_SCORES] if config.algorithm.has_rewards else []
     inputs = samples | {
-        "advantage": ["rollout.samples", *scores, *evaluated],
+        "advantage": [ROLLOUT_SAMPLES, *scores, *evaluated],
         "trainer": [*TRAINER_INPUTS],
     }
     if config.broker.prompt_queue == "consumer_group":
-        inputs["rollout"] = ["prompt.groups"]
+        inputs["rollout"] = [PROMPT_GROUPS]
     return {role: entities for role, entities in inputs.items() if role in roles}
 
 
@@ -363,6 +371,6 @@ def list_input_partitions(config: RunConfig, role: str) -> list[TopicPartition]:
         (plan.topic(entity), partition)
         for entity in list_role_inputs(config)[role]
         for partition in range(
-            plan.queue_partitions if entity == "prompt.groups" else plan.num_sample_partitions
+            plan.queue_partitions if entity == PROMPT_GROUPS else plan.num_sample_partitions
         )
     ]

@@ -22,6 +22,7 @@ from relax_events.runtime.publications import SUMMED_ENTITIES
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import build_group_end, is_external
 from relax_events.telemetry.traces import NO_HEADERS
+from relax_events.topics.names import GROUP_OUTCOMES, POLICY_VERSIONS, TRAIN_STEPS
 from relax_events.topics.partitions import TopicPartition
 from relax_events.training.step_record import RankStepResult, StepRecord
 
@@ -106,7 +107,7 @@ class StepCommitter:
         ]
         records = [
             self._worker.records.build(
-                "control.train-steps", step, key=str(train_step), headers=step_headers
+                TRAIN_STEPS, step, key=str(train_step), headers=step_headers
             ),
             *(self._outcome_record(end) for end in ended),
             self._version_record(train_step + 1, artifact, headers=version_headers),
@@ -179,9 +180,7 @@ class StepCommitter:
 
     def _outcome_record(self, ended: PromptGroupEnded) -> ProducerRecord:
         self._worker.metrics.count_ended_group(ended.outcome)
-        return self._worker.records.build(
-            "control.prompt-group-outcomes", ended, key=ended.prompt_group_id
-        )
+        return self._worker.records.build(GROUP_OUTCOMES, ended, key=ended.prompt_group_id)
 
     def _version_record(
         self, version: int, artifact: ObjectRef, *, headers: Mapping[str, str] = NO_HEADERS
@@ -209,9 +208,7 @@ class StepCommitter:
             num_steps_before=self._num_steps,
             outcome_counts_before=dict(self._ended),
         )
-        return self._worker.records.build(
-            "control.policy-versions", event, key=str(version), headers=headers
-        )
+        return self._worker.records.build(POLICY_VERSIONS, event, key=str(version), headers=headers)
 
     @property
     def _control_partitions(self) -> dict[TopicPartition, str]:

@@ -39,7 +39,7 @@ from relax_events.runtime.publications import find_start_offsets, read_newest_pu
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import METRICS, TRAINING_SAMPLES
+from relax_events.topics.names import METRICS, TRAIN_STEPS, TRAINING_SAMPLES
 from relax_events.training.backend.protocol import Critic, ValueMetrics
 from relax_events.training.batch.packing import micro_batch_slices
 from relax_events.training.batch.row_layout import read_array
@@ -170,10 +170,10 @@ class CriticLearner:
             reader.close()
         return find_start_offsets(
             [event for event in publications if event.policy_version >= oldest], plan
-        )["control.train-steps"]
+        )[TRAIN_STEPS]
 
     def _recorded_digests(self, begin: int) -> dict[int, bytes]:
-        topic_partition, digests = (self._worker.plan.topic("control.train-steps"), 0), {}
+        topic_partition, digests = (self._worker.plan.topic(TRAIN_STEPS), 0), {}
         reader = LogReader(self._worker.connection)
         try:
             for record in reader.stream(

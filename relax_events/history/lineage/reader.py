@@ -27,7 +27,13 @@ from relax_events.history.samples.detail import read_generations
 from relax_events.history.samples.reader import read_sample_events
 from relax_events.history.samples.view import SampleView
 from relax_events.topics import compute_shard
-from relax_events.topics.names import LOGPROB_TOPICS
+from relax_events.topics.names import (
+    LOGPROB_TOPICS,
+    PROMPT_GROUPS,
+    REWARD_SCORES,
+    TRAIN_STEPS,
+    TRAINING_SAMPLES,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ def issued_groups(
     """Read the issued prompt groups, or all issues of one; for one only its partition is read."""
     count = log.plan.queue_partitions
     partitions = [compute_shard(prompt_group_id, shards=count)] if prompt_group_id else range(count)
-    for record in log.read(log.full_ranges("prompt.groups", partitions), PromptGroupIssued):
+    for record in log.read(log.full_ranges(PROMPT_GROUPS, partitions), PromptGroupIssued):
         if prompt_group_id in ("", record.event.prompt_group_id):
             yield record
 
@@ -103,7 +109,7 @@ def find_step(log: RunLog, train_step: int) -> DecodedRecord[TrainStepCommitted]
     return next(
         (
             record
-            for record in log.read_control("control.train-steps", TrainStepCommitted)
+            for record in log.read_control(TRAIN_STEPS, TrainStepCommitted)
             if record.event.train_step == train_step
         ),
         None,
@@ -134,7 +140,7 @@ def sample_lineage(log: RunLog, sample_id: str) -> SampleLineage:
 
 def _scoring_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
     sample = view.sample
-    scored = next(read_sample_events(log, sample, "reward.scores", SampleScored), None)
+    scored = next(read_sample_events(log, sample, REWARD_SCORES, SampleScored), None)
     if scored is not None:
         yield scored_stage(scored)
     for entity in LOGPROB_TOPICS.values():
@@ -145,7 +151,7 @@ def _scoring_stages(log: RunLog, view: SampleView) -> Iterator[Stage]:
                 "policy_version": evaluated.event.model_version,
             }
             yield Stage("evaluated", evaluated.event.computed_at, evaluated.position, facts)
-    ready = next(read_sample_events(log, sample, "advantage.samples", SampleReady), None)
+    ready = next(read_sample_events(log, sample, TRAINING_SAMPLES, SampleReady), None)
     if ready is not None:
         yield Stage(
             "ready",

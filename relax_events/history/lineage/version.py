@@ -16,6 +16,7 @@ from relax_events.events.types import (
 from relax_events.history.lineage.reader import data_rows, find_step, read_advantage
 from relax_events.history.run_log import DecodedRecord, RunLog
 from relax_events.history.runs.details import open_existing_store
+from relax_events.topics.names import REWARD_SCORES, TRAINING_SAMPLES
 from relax_events.weights.manifest import WeightManifest
 
 
@@ -128,7 +129,7 @@ def _find_base_model(log: RunLog, published: PolicyVersionPublished) -> tuple[st
 def _trained_samples(log: RunLog, step: TrainStepCommitted) -> list[TrainedSample]:
     records = {
         item.event.sample_id: item
-        for item in log.read_at("advantage.samples", step.positions, SampleReady)
+        for item in log.read_at(TRAINING_SAMPLES, step.positions, SampleReady)
     }
     trained = [records[sample_id] for sample_id in step.sample_ids if sample_id in records]
     scores, row = _read_scores(log, trained), data_rows(log.config)
@@ -147,7 +148,7 @@ def _read_scores(
     scores: dict[TrajectoryKey, SampleScored] = {}
     if keys:
         for record in log.read(
-            log.offset_ranges("reward.scores", range(min(versions), max(versions) + 1)),
+            log.offset_ranges(REWARD_SCORES, range(min(versions), max(versions) + 1)),
             SampleScored,
         ):
             key = get_trajectory_key(record.event)

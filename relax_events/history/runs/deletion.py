@@ -22,8 +22,7 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.marker import read_marker
 from relax_events.objects.rights import FOLDERS, MARKER
 from relax_events.topics import TopicPlan
-
-DESCRIPTION = "control.commands"
+from relax_events.topics.names import COMMANDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +171,6 @@ def delete_run(connection: Connection, deletion: Deletion) -> None:
         store.delete([MARKER])  # last: an interrupted deletion needs it to continue
     inventory.delete_groups(deletion.groups)
     inventory.delete_group_settings(deletion.groups)
-    last = TopicPlan.build_topic_name(deletion.run_id, DESCRIPTION)
+    last = TopicPlan.build_topic_name(deletion.run_id, COMMANDS)
     inventory.delete_topics([name for name in deletion.topics if name != last])
     inventory.delete_topics([name for name in deletion.topics if name == last])

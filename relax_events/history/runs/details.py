@@ -21,9 +21,9 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.projections.run_state import RunState
-from relax_events.session.change_audit import ENTITY as CHANGES
 from relax_events.session.resume import settings_history
 from relax_events.topics import TopicPlan
+from relax_events.topics.names import AUDIT, GROUP_OUTCOMES, TRAIN_STEPS, TRAINING_SAMPLES
 
 METRICS_SHOWN = (
     "reward_mean", "loss", "policy_loss", "kl_estimate", "entropy", "grad_norm", "clip_fraction",
@@ -76,7 +76,7 @@ def read_details(connection: Connection, summary: RunSummary) -> RunDetails:
     try:
         names = [
             TopicPlan.build_topic_name(summary.run_id, entity)
-            for entity in ("control.train-steps", "control.prompt-group-outcomes")
+            for entity in (TRAIN_STEPS, GROUP_OUTCOMES)
         ]
         topic_partitions = [(name, 0) for name in names if name in summary.topics]
         begins, ends = (
@@ -125,7 +125,7 @@ def _oldest_samples(admin: Admin, summary: RunSummary) -> dict[int, int]:
         if described and described.parent_run and config and config.is_replay
         else summary.run_id
     )
-    topic = TopicPlan.build_topic_name(run_id or summary.run_id, "advantage.samples")
+    topic = TopicPlan.build_topic_name(run_id or summary.run_id, TRAINING_SAMPLES)
     if topic not in summary.topics and run_id == summary.run_id:
         return {}
     count = summary.topics.get(topic) or (
@@ -171,9 +171,9 @@ def read_changes(log: RunLog) -> list[ChangeRequested]:
     """Return who asked for changes of a run, in log order; none for a run of a release that
     recorded none.
     """
-    if log.plan.topic(CHANGES) not in log.topics:
+    if log.plan.topic(AUDIT) not in log.topics:
         return []
-    return [record.event for record in log.read_control(CHANGES, ChangeRequested)]
+    return [record.event for record in log.read_control(AUDIT, ChangeRequested)]
 
 
 def list_versions(store: ObjectStore, folder: str) -> list[int]:

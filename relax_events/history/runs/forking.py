@@ -19,6 +19,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.run_description import SHAPE_KEYS, ParentRun
 from relax_events.secret_handling import write_private
+from relax_events.topics.names import PROMPT_GROUPS
 
 RUN_FILE = "run-file.json"
 NEWEST = -1
@@ -163,7 +164,7 @@ def find_first_row(source: ParentRun, version: int) -> int:
     Where that step was never issued it is the row after the last one. Where the queue was purged it
     is the row that a run reaches if no prompt group was replaced.
     """
-    topic, codec = source.plan.topic("prompt.groups"), source.codec()
+    topic, codec = source.plan.topic(PROMPT_GROUPS), source.codec()
     behind, rows = 0, []
     reader = LogReader(source.connection)
     try:

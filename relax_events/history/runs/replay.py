@@ -17,6 +17,7 @@ from relax_events.history.runs.details import find_missing_record
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.runtime.run_description import ParentRun
+from relax_events.topics.names import TRAINING_SAMPLES
 
 ROLLOUT_KEYS = ("max_staleness", "prompts_per_step", "samples_per_prompt")
 
@@ -100,7 +101,7 @@ def _require_same_rollouts(config: RunConfig, source: ParentRun) -> None:
 
 def _require_records(parent: ParentSection, source: ParentRun) -> int:
     """Return the parent's newest version, once the records of all steps to train are available."""
-    topic = source.plan.topic("advantage.samples")
+    topic = source.plan.topic(TRAINING_SAMPLES)
     topic_partitions = [
         (topic, partition) for partition in range(source.plan.num_sample_partitions)
     ]

@@ -20,17 +20,17 @@ from relax_events.events.types import (
 )
 from relax_events.history.run_log import RunLog
 from relax_events.projections.step_rates import compute_rates
-from relax_events.topics.names import METRICS
+from relax_events.topics.names import COMMANDS, EVALUATIONS, METRICS, POLICY_VERSIONS, TRAIN_STEPS
 
 MICROS = 1e6
 TRACKS = {"train steps": 1, "policy versions": 2, "evaluations": 3, "commands": 4, "workers": 5}
 """Chrome's process ids, by track."""
 METRICS_SHOWN = ("reward_mean", "staleness_mean", "loss")
 SHOWN: dict[str, type[Event]] = {
-    "control.train-steps": TrainStepCommitted,
-    "control.policy-versions": PolicyVersionPublished,
-    "control.evaluations": PolicyEvaluated,
-    "control.commands": RunCommanded,
+    TRAIN_STEPS: TrainStepCommitted,
+    POLICY_VERSIONS: PolicyVersionPublished,
+    EVALUATIONS: PolicyEvaluated,
+    COMMANDS: RunCommanded,
     **dict.fromkeys(METRICS.values(), MetricsReported),
 }
 Entry = dict[str, Any]

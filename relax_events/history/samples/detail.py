@@ -18,6 +18,7 @@ from relax_events.history.samples.reader import read_sample_events, read_samples
 from relax_events.history.samples.view import SampleView
 from relax_events.models.token_table import token_texts
 from relax_events.objects import ObjectStore, check_out
+from relax_events.topics.names import TRAINING_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def read_detail(log: RunLog, sample_id: str, *, with_tokens: bool = False) -> Sa
     """
     views = read_generations(log, sample_id)
     view = views[-1]
-    ready = next(read_sample_events(log, view.sample, "advantage.samples", SampleReady), None)
+    ready = next(read_sample_events(log, view.sample, TRAINING_SAMPLES, SampleReady), None)
     rows = token_rows(log, view.sample, ready.event if ready else None) if with_tokens else []
     return SampleDetail(
         view, log.newest_version, len(views), ready, other_scores(log, view.sample), rows

@@ -25,6 +25,7 @@ from relax_events.history.samples.filter import SampleFilter, VersionRange
 from relax_events.history.samples.view import SampleLine, SampleView
 from relax_events.kafka.records import Record
 from relax_events.topics import compute_shard
+from relax_events.topics.names import POLICY_VERSIONS, REWARD_SCORES, ROLLOUT_SAMPLES
 
 VERSIONS_AT_ONCE = 32
 """Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it
@@ -110,7 +111,7 @@ def version_blocks_backwards(versions: range) -> Iterator[range]:
         stop, size = stop - size, min(2 * size, VERSIONS_AT_ONCE)
 
 
-def read_scores(log: RunLog, extent: VersionRange, *, entity: str = "reward.scores") -> Scores:
+def read_scores(log: RunLog, extent: VersionRange, *, entity: str = REWARD_SCORES) -> Scores:
     """Return the first score of each sample, in each of its generations."""
     scores: Scores = {}
     for record in log.read(
@@ -150,7 +151,7 @@ def build_view(
 def _read_block(log: RunLog, selection: SampleFilter, extent: VersionRange) -> Iterator[SampleView]:
     scores = read_scores(log, extent)
     for topic_partition, span in log.offset_ranges(
-        "rollout.samples", extent.versions, shard=extent.shard
+        ROLLOUT_SAMPLES, extent.versions, shard=extent.shard
     ).items():
         seen: set[TrajectoryKey] = set()
         for record in log.read({topic_partition: span}, SampleRolledOut):
@@ -254,9 +255,9 @@ def live_starts(log: RunLog) -> dict[TopicPartition, int]:
     """Return the current end offsets of the followed topics."""
     every, one = range(log.plan.num_sample_partitions), range(1)
     spans = (
-        log.full_ranges("rollout.samples", every)
-        | log.full_ranges("reward.scores", every)
-        | log.full_ranges("control.policy-versions", one)
+        log.full_ranges(ROLLOUT_SAMPLES, every)
+        | log.full_ranges(REWARD_SCORES, every)
+        | log.full_ranges(POLICY_VERSIONS, one)
     )
     return {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 

@@ -8,20 +8,35 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from relax_events.topics.names import (
+    ACTOR_LOGPROBS,
+    AUDIT,
     BROADCAST,
     BROADCAST_ROLES,
+    COMMANDS,
+    CRITIC_VALUES,
     DEAD_LETTER_ROLES,
     DEAD_LETTERS,
     DEPENDENT_RUN,
     END_REQUESTS,
+    EVALUATIONS,
+    GROUP_OUTCOMES,
     HEARTBEATS,
     METRICS,
+    POLICY_VERSIONS,
+    PROMPT_GROUPS,
+    PROMPTER_STATE,
+    REFERENCE_LOGPROBS,
+    REWARD_SCORES,
+    ROLLOUT_SAMPLES,
     SAMPLE_TOPICS,
+    SCHEMAS,
+    TEACHER_LOGPROBS,
+    TRAIN_STEPS,
     TRAINER_INPUTS,
     TRAINING_SAMPLES,
 )
 
-WORKER_READS = ("control.schemas", "control.policy-versions", "control.commands")
+WORKER_READS = (SCHEMAS, POLICY_VERSIONS, COMMANDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +57,47 @@ class RolePermissions:
 ROLE_PERMISSIONS = {
     "prompter": RolePermissions(
         reads=(
-            "control.prompt-group-outcomes",
-            "control.prompter-state",
-            "prompt.groups",
+            GROUP_OUTCOMES,
+            PROMPTER_STATE,
+            PROMPT_GROUPS,
             HEARTBEATS["rollout"],
         ),
-        writes=("prompt.groups", "control.prompter-state"),
+        writes=(PROMPT_GROUPS, PROMPTER_STATE),
     ),
     "rollout": RolePermissions(
-        reads=("prompt.groups", HEARTBEATS["rollout"]),
-        writes=("rollout.samples", END_REQUESTS),
+        reads=(PROMPT_GROUPS, HEARTBEATS["rollout"]),
+        writes=(ROLLOUT_SAMPLES, END_REQUESTS),
         is_member=True,
         has_queue=True,
     ),
     "reward": RolePermissions(
-        reads=("rollout.samples",), writes=("reward.scores", END_REQUESTS), is_member=True
+        reads=(ROLLOUT_SAMPLES,), writes=(REWARD_SCORES, END_REQUESTS), is_member=True
     ),
     "judge": RolePermissions(
-        reads=("rollout.samples",), writes=("reward.scores", END_REQUESTS), is_member=True
+        reads=(ROLLOUT_SAMPLES,), writes=(REWARD_SCORES, END_REQUESTS), is_member=True
     ),
     "reference": RolePermissions(
-        reads=("rollout.samples",), writes=("reference.logprobs", END_REQUESTS), is_member=True
+        reads=(ROLLOUT_SAMPLES,), writes=(REFERENCE_LOGPROBS, END_REQUESTS), is_member=True
     ),
     "actor-forward": RolePermissions(
-        reads=("rollout.samples",), writes=("actor.logprobs", END_REQUESTS), is_member=True
+        reads=(ROLLOUT_SAMPLES,), writes=(ACTOR_LOGPROBS, END_REQUESTS), is_member=True
     ),
     "critic": RolePermissions(
-        reads=("rollout.samples", TRAINING_SAMPLES, "control.train-steps"),
-        writes=("critic.values", END_REQUESTS),
+        reads=(ROLLOUT_SAMPLES, TRAINING_SAMPLES, TRAIN_STEPS),
+        writes=(CRITIC_VALUES, END_REQUESTS),
         is_member=True,
     ),
     "teacher": RolePermissions(
-        reads=("rollout.samples",), writes=("teacher.logprobs", END_REQUESTS), is_member=True
+        reads=(ROLLOUT_SAMPLES,), writes=(TEACHER_LOGPROBS, END_REQUESTS), is_member=True
     ),
     "advantage": RolePermissions(
         reads=(
-            "rollout.samples",
-            "reward.scores",
-            "reference.logprobs",
-            "actor.logprobs",
-            "critic.values",
-            "teacher.logprobs",
+            ROLLOUT_SAMPLES,
+            REWARD_SCORES,
+            REFERENCE_LOGPROBS,
+            ACTOR_LOGPROBS,
+            CRITIC_VALUES,
+            TEACHER_LOGPROBS,
         ),
         writes=(TRAINING_SAMPLES,),
         is_member=True,
@@ -90,36 +105,34 @@ ROLE_PERMISSIONS = {
     "trainer": RolePermissions(
         reads=(
             *TRAINER_INPUTS,
-            "control.train-steps",
-            "control.prompt-group-outcomes",
-            "control.evaluations",
+            TRAIN_STEPS,
+            GROUP_OUTCOMES,
+            EVALUATIONS,
         ),
         writes=(
-            "control.policy-versions",
-            "control.train-steps",
-            "control.prompt-group-outcomes",
+            POLICY_VERSIONS,
+            TRAIN_STEPS,
+            GROUP_OUTCOMES,
             BROADCAST,
         ),
         describes=tuple(SAMPLE_TOPICS),
         is_member=True,
         is_transactional=True,
     ),
-    "evaluator": RolePermissions(reads=("control.evaluations",), writes=("control.evaluations",)),
+    "evaluator": RolePermissions(reads=(EVALUATIONS,), writes=(EVALUATIONS,)),
     "controller": RolePermissions(
         reads=(
-            "control.train-steps",
-            "control.prompt-group-outcomes",
+            TRAIN_STEPS,
+            GROUP_OUTCOMES,
             *HEARTBEATS.values(),
             *METRICS.values(),
-            "control.evaluations",
+            EVALUATIONS,
         ),
-        writes=("control.commands", "control.audit"),
-        describes=("prompt.groups", *SAMPLE_TOPICS),
+        writes=(COMMANDS, AUDIT),
+        describes=(PROMPT_GROUPS, *SAMPLE_TOPICS),
         watches=("rollout",),
     ),
-    "metrics": RolePermissions(
-        reads=(*METRICS.values(), "control.train-steps", "control.evaluations")
-    ),
+    "metrics": RolePermissions(reads=(*METRICS.values(), TRAIN_STEPS, EVALUATIONS)),
 }
 PERSON_PERMISSIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "operator": {"topic": ("all",), "group": ("all",), "transactional_id": ("all",)},

@@ -13,12 +13,13 @@ from relax_events.events.types import PolicyEvaluated
 from relax_events.history.run_log import RunLog
 from relax_events.projections.base import apply_events
 from relax_events.projections.run_state import RunState
+from relax_events.topics.names import COMMANDS, EVALUATIONS, POLICY_VERSIONS, TRAIN_STEPS
 
 ENTITIES = (
-    "control.policy-versions",
-    "control.train-steps",
-    "control.evaluations",
-    "control.commands",
+    POLICY_VERSIONS,
+    TRAIN_STEPS,
+    EVALUATIONS,
+    COMMANDS,
 )
 METRIC = re.compile(r"(?:(?P<dataset>[^/]+)/)?(?P<name>reward_mean|pass_at_(?P<k>\d+))")
 MAX_LISTED = 20

@@ -14,7 +14,7 @@ from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import ReadyGroup, select_groups
 from relax_events.telemetry.traces import TracedWork
-from relax_events.topics.names import TRAINER_INPUTS
+from relax_events.topics.names import TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.sample_intake import SampleIntake
@@ -188,13 +188,13 @@ class LiveBatches:
 
     def _begin_trace(self, group: ReadyGroup, share: RankStepResult, step: int) -> None:
         traces = self._worker.records.traces
-        traces.record_wait(group.prompt_group_id, "advantage.samples")
+        traces.record_wait(group.prompt_group_id, TRAINING_SAMPLES)
         staleness = step - group.policy_version
         self._traced.append(
             traces.begin(
                 "train",
                 group.prompt_group_id,
-                topic="advantage.samples",
+                topic=TRAINING_SAMPLES,
                 train_step=step,
                 staleness=staleness,
             )

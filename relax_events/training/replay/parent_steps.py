@@ -28,6 +28,7 @@ from relax_events.objects import ObjectStore
 from relax_events.objects.claim_check import check_out
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import TRAIN_STEPS
 from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.live_batches import IDLE_SECONDS, ROUND_SECONDS
 from relax_events.training.batch.lockstep_batch import UndecodedSample
@@ -181,7 +182,7 @@ class ReplaySource:
         self._next, self._last = first, last
         self._decode: Decode = decode or ParentDecoder(source).decode
         self._control = LogReader(
-            source.connection, start={(source.plan.topic("control.train-steps"), 0): begin}
+            source.connection, start={(source.plan.topic(TRAIN_STEPS), 0): begin}
         )
         self._samples = LogReader(source.connection)
         self._steps: deque[TrainStepCommitted] = deque()

@@ -18,6 +18,7 @@ from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.runtime.validation import check_ready
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import TRAINING_SAMPLES
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.ranks import Ranks
 
@@ -101,7 +102,7 @@ class RecordedBatches:
         relabel: Relabel | None = None,
     ) -> None:
         self._ranks = ranks
-        self._topic = worker.plan.topic("advantage.samples")
+        self._topic = worker.plan.topic(TRAINING_SAMPLES)
         records = worker.records
         self._decode: DecodeSamples = decode or (
             lambda record: records.fetch_samples(records.codec.decode(record.value))

@@ -16,6 +16,7 @@ from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.runtime.run_description import ParentRun
 from relax_events.runtime.worker import Worker
+from relax_events.topics.names import POLICY_VERSIONS
 from relax_events.training.backend.master_weights import reconcile
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.state import OverlaidState, StateSource, TrainerState
@@ -57,7 +58,7 @@ def read_initial_state(source: ParentRun, version: int, *, ranks: Ranks) -> Init
                 log.info("checkpoint.deleted", policy_version=version, error=str(error))
     published = [
         event
-        for event in source.events("control.policy-versions")
+        for event in source.events(POLICY_VERSIONS)
         if isinstance(event, PolicyVersionPublished)
     ]
     transport = StoreReader(store)
