@@ -14,11 +14,11 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from relax_events.config import RunConfig
 from relax_events.dashboard.recent_texts import excerpt_texts
 from relax_events.dashboard.sample_columns import SamplePosition, SampleTable
-from relax_events.dashboard.sample_media import MAX_SECONDS, encode_png, select_frames
 from relax_events.data.messages import describe_message
 from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
 from relax_events.events.parts import ChatMessage, MediaRef
@@ -30,10 +30,17 @@ from relax_events.history.samples.detail import token_rows
 from relax_events.history.samples.reader import read_sample_events
 from relax_events.media.audio import encode_wav
 from relax_events.media.library import MediaLibrary
+from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.ops.consumer_lag import read_partition_lag, sum_by_slot
 from relax_events.ops.dead_letters import read_dead_letter, read_dead_letters
 from relax_events.ops.topic_tail import read_record
 from relax_events.session.broker_address import open_admin
+from relax_events.topics.names import REWARD_SCORES, ROLLOUT_SAMPLES, TRAINING_SAMPLES
+
+MAX_SIDE = 320
+MAX_FRAMES = 8
+MAX_SECONDS = 10
+Frame = UInt8[np.ndarray, "height width 3"]
 
 MAX_TOKENS = 4096
 MAX_GAP = 32
@@ -64,7 +71,7 @@ def read_samples_at(
     """Read the samples at these positions, in rounds: near ones together, one span a partition and
     round.
     """
-    topic, samples = log.plan.topic("rollout.samples"), {}
+    topic, samples = log.plan.topic(ROLLOUT_SAMPLES), {}
     records = {(partition, offset) for partition, offset, _ in positions}
     for spans in rounds(list(records)):
         ranges = {(topic, partition): span for partition, span in spans.items()}
@@ -100,8 +107,8 @@ def read_sample(log: RunLog, table: SampleTable, row: int) -> dict[str, Any]:
         raise ConfigError(
             f"the record of row {row} was purged from the log; see run.retain_versions"
         )
-    score = next(read_sample_events(log, sample, "reward.scores", SampleScored), None)
-    ready = next(read_sample_events(log, sample, "advantage.samples", SampleReady), None)
+    score = next(read_sample_events(log, sample, REWARD_SCORES, SampleScored), None)
+    ready = next(read_sample_events(log, sample, TRAINING_SAMPLES, SampleReady), None)
     tokens, why_not = _tokens(log, sample, ready.event if ready else None)
     return {
         **table.describe([row])[0],
@@ -248,3 +255,32 @@ def read_lag(config: RunConfig) -> list[dict[str, Any]]:
     with closing(open_admin(config, name="dashboard-lag")) as admin:
         rows = read_partition_lag(config, admin)
     return [asdict(row) for row in sum_by_slot(rows, now_ms=int(time.time() * 1e3))]
+
+
+def select_frames(media_input: ProcessedMedia) -> list[Frame]:
+    """Return the image, or frames of the video: all that the model gets, or an even selection of
+    many.
+    """
+    if media_input.pixels is None:
+        return []
+    frames = media_input.pixels if media_input.pixels.ndim == 4 else media_input.pixels[None]
+    chosen = np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int)
+    return [frames[index] for index in chosen]
+
+
+def encode_png(frame: Frame, file: BytesIO) -> None:
+    """Write a frame as PNG, reduced where it is large: a page never gets the file of an untrusted
+    producer.
+
+    Raises:
+        EnvironmentProblem: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"images in a page need the package pillow ({error}); install relax-events[media]"
+        ) from None
+    image = Image.fromarray(frame)
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
+    image.save(file, "PNG")

@@ -56,6 +56,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -70,10 +71,14 @@ from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, max_sample_staleness
 from relax_events.projections.step_rates import StepCurves, compute_rates
-from relax_events.reports.export_command import build_export_command
 from relax_events.runtime.run_description import digest_config
 from relax_events.secret_handling import write_private
+from relax_events.session.broker_address import embedded_broker
 from relax_events.session.resume import settings_history
+
+DEFAULT_DIRECTORY = Path(".relax")
+RUN_FILE = "RUN.toml"
+"""Stands for the run file, which a secured cluster's password files make necessary."""
 
 MICROS = 1e6
 EDGE_STEPS = 10
@@ -231,3 +236,22 @@ def replace_file(path: Path, data: bytes) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_bytes(data)
     part.replace(path)
+
+
+def build_export_command(config: RunConfig) -> str:
+    """Return the shell command that exports the newest version of a run, from the folder in which
+    the run was started.
+
+    Args:
+        config: The run, with or without the broker's address filled in.
+    """
+    run_id, broker = config.run.id, config.broker
+    words = ["relax", "models", "export", run_id, "--to", f"{run_id}-model"]
+    if embedded_broker(config) is not None:
+        if config.run.directory != DEFAULT_DIRECTORY:
+            words += ["--directory", str(config.run.directory)]
+    elif broker.credentials is None and not broker.client:
+        words += ["--bootstrap-servers", broker.bootstrap_servers]
+    else:
+        words += ["--config", RUN_FILE]
+    return shlex.join(words)

@@ -14,7 +14,7 @@ from relax_events.config.topology import Topology
 from relax_events.errors import ObjectError, PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.training.batch.assembly import LocatedSample
-from relax_events.training.batch.exchange import (
+from relax_events.training.batch.balanced_batches import (
     EncodedSample,
     exchange_samples,
     read_samples,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from relax_events.http.connections import (
+from relax_events.http.identity import Identity
+from relax_events.http.server import (
     GRACE_SECONDS,
     MAX_UNIDENTIFIED,
     Connection,
     ConnectionTable,
 )
-from relax_events.http.identity import Identity
 
 
 def test_oldest_connections_without_an_identity_make_room() -> None:

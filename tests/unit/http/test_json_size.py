@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.http.json_size import has_more_values
+from relax_events.http.guard import has_more_values
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 VALUES = st.recursive(
