@@ -13,7 +13,7 @@ from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.http.server import open_listener
 from relax_events.http.tls import choose_run_tls
 from relax_events.launcher.checked_run import CheckedRun
-from relax_events.planning.inventory import get_value_bytes
+from relax_events.planning.inventory import format_bytes, get_value_bytes
 from relax_events.planning.run_plan import CPU, NO_CHANGE, PLANNED_BACKENDS
 from relax_events.session.defaults import read_checkpoint_facts
 from relax_events.session.planned import plan_devices
@@ -180,8 +180,8 @@ def check_devices(run: CheckedRun) -> str:
     where = CPU if planned.device.name == CPU else f"device {fullest.index}"
     names = ", ".join(worker.worker_id for worker in fullest.workers)
     text = (
-        f"{where} has {fullest.num_bytes / 1e9:.1f} GB, and {names} need "
-        f"{fullest.needed / 1e9:.1f} GB"
+        f"{where} has {format_bytes(fullest.num_bytes)}, and {names} need "
+        f"{format_bytes(fullest.needed)}"
     )
     if not planned.plan.fits:
         raise CheckFailed(f"{text}; {planned.plan.change or NO_CHANGE}")

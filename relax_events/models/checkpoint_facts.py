@@ -12,7 +12,7 @@ from typing import Any
 from relax_events.config.engine import TinyModelConfig
 from relax_events.errors import ConfigError
 from relax_events.model_folder import get_text_config, get_thinker_config, read_model_json
-from relax_events.model_folder.tensors import read_layouts
+from relax_events.model_folder.tensors import TensorLayout, read_layouts, require_layouts
 from relax_events.planning.inventory import CheckpointFacts
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -25,11 +25,15 @@ DEFAULT_MAX_POSITIONS = 4096
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
 
 
-def read_facts(path: Path) -> CheckpointFacts:
+def read_facts(path: Path, *, needs_weights: bool = False) -> CheckpointFacts:
     """Read the facts of a checkpoint in Hugging Face layout.
 
+    Args:
+        path: The folder.
+        needs_weights: Refuse a folder without weights, whose parameters would be an estimate.
     Raises:
-        ConfigError: `config.json` can't be read or lacks sizes; the text names it.
+        ConfigError: `config.json` can't be read or lacks sizes, or the weights are absent; the text
+            names it.
         DamagedTensors: A file of the weights is damaged; the text names it.
     """
     settings = read_model_json(path / "config.json")
@@ -60,7 +64,9 @@ def read_facts(path: Path) -> CheckpointFacts:
             "model's folder as it was published"
         ) from None
     prefix = "thinker." if "thinker_config" in settings else ""
-    counts, num_in_towers = _parameters(path, prefix=prefix)
+    counts, num_in_towers = _parameters(
+        require_layouts(path) if needs_weights else read_layouts(path), prefix=prefix
+    )
     named = next(
         (
             str(name)
@@ -119,10 +125,10 @@ def _mlp_size(config: Mapping[str, Any]) -> int:
     return int(config["intermediate_size"])
 
 
-def _parameters(path: Path, *, prefix: str) -> tuple[Counter[str], int]:
+def _parameters(layouts: Mapping[str, TensorLayout], *, prefix: str) -> tuple[Counter[str], int]:
     """Return the number of parameters by dtype, and of parameters in towers."""
     counts, num_in_towers = Counter[str](), 0
-    for name, layout in read_layouts(path).items():
+    for name, layout in layouts.items():
         if name.startswith(prefix):
             size = prod(layout.shape)
             counts[layout.dtype] += size

@@ -18,6 +18,7 @@ from relax_events.planning.inventory import (
     COMPUTING_ROLES,
     CheckpointFacts,
     Machine,
+    format_bytes,
     get_value_bytes,
 )
 from relax_events.planning.megatron_memory import memory_of_trainer
@@ -175,8 +176,8 @@ def _of_memory(
     value = max(cells, CELL_UNIT)
     memory_name = "the GPU" if on_gpu else "half of the memory"
     reason = (
-        f"{memory_name} has {_gb(whole)}, parameters, gradients and optimizer take {_gb(static)}, "
-        f"the other models there {_gb(others)}; "
+        f"{memory_name} has {format_bytes(whole)}, parameters, gradients and optimizer take "
+        f"{format_bytes(static)}, the other models there {format_bytes(others)}; "
         f"a token takes {trainer.cell_bytes / 1e6:.2f} MB"
     )
     if cells < CELL_UNIT:
@@ -236,7 +237,3 @@ def _count_workers_next_to_trainer(config: RunConfig, machine: Machine) -> dict[
         role: sum(placed[f"{role}-{index}"] in trained for index in range(count))
         for role, count in roles.items()
     }
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"

@@ -145,3 +145,8 @@ class Machine:
 def get_value_bytes(dtype: str) -> int:
     """Return the bytes of a value."""
     return 4 if dtype == "float32" else 2
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return a number of bytes in GB, or in MB if it is less than one."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

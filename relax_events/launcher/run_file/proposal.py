@@ -24,9 +24,8 @@ from relax_events.launcher.run_file.columns import (
     guess_columns,
     propose_reward,
 )
-from relax_events.model_folder.tensors import require_layouts
 from relax_events.models.checkpoint_facts import read_facts
-from relax_events.planning.inventory import CheckpointFacts, get_value_bytes
+from relax_events.planning.inventory import CheckpointFacts, format_bytes, get_value_bytes
 
 NUM_ROWS = 200
 """Rows whose columns and lengths are looked at."""
@@ -59,8 +58,7 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
         ConfigError: The model or the data can't be read, or a column or reward is not clear; the
             text says which flag names it.
     """
-    facts = read_facts(model)
-    require_layouts(model)
+    facts = read_facts(model, needs_weights=True)
     source = _name_source(data)
     rows = read_rows(data, wishes.split)
     columns = guess_columns(rows, prompt=wishes.prompt, answer=wishes.answer)
@@ -188,17 +186,13 @@ def divide_context(facts: CheckpointFacts, reward: ProposedReward, longest: int)
 
 def describe_memory(facts: CheckpointFacts) -> str:
     """Return what an engine and a trainer need, without activations and cache."""
-    served = _format_bytes(facts.num_parameters * get_value_bytes(facts.dtype))
-    trained = _format_bytes(facts.training_bytes(facts.dtype))
+    served = format_bytes(facts.num_parameters * get_value_bytes(facts.dtype))
+    trained = format_bytes(facts.training_bytes(facts.dtype))
     return (
         f"{facts.num_parameters / 1e6:,.1f} million parameters: an engine holds {served} of "
         f"weights, a trainer {trained} of weights, gradients and AdamW's moments; cache and "
         "activations come on top"
     )
-
-
-def _format_bytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _render(*, facts: CheckpointFacts, **values: Any) -> str:
