@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.av_files import OpenedStream, open_stream, require_whole

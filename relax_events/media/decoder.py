@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
 from relax_events.confinement.entry_points import MEDIA_DECODER
 from relax_events.confinement.frames import FrameLimits

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.confinement.frames import Frame
 from relax_events.confinement.served import Answer, Served
 from relax_events.errors import EnvironmentProblem, MediaError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import MediaError
 
 

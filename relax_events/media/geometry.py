@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Self
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import ConfigError
 
 MAX_ASPECT_RATIO = 200

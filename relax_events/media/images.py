@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import UInt8
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import EnvironmentProblem, MediaError
 from relax_events.media.facts import MediaFacts, broken_file, require_bytes, require_pixels
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import Modality
 from relax_events.media.archives import read_member

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import MediaError
 from relax_events.events.parts import MediaRef
 from relax_events.media.geometry import ImageGeometry

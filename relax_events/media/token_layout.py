@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 from numpy.typing import NDArray
 
-from relax_events.config import MediaConfig
+from relax_events.config.media import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
 from relax_events.media.geometry import ImageGeometry

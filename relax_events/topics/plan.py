@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
-from relax_events.config import RunConfig
+from relax_events.config.run_config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import (
