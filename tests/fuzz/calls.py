@@ -111,7 +111,7 @@ def stream(data: bytes) -> None:
         ValueError, KeyError, TypeError, IndexError, AttributeError
     ):  # what it can't understand makes the engine doubt the server
         for event in found[0]:
-            request.take(orjson.loads(event))
+            request.add_event(orjson.loads(event))
 
 
 async def _events(chunks: Any) -> list[bytes]:
