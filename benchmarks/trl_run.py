@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from relax_events.config import RunConfig, load_run_config
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_stream
-from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
+from relax_events.packages.verifiers.reasoning_gym import reasoning_gym
 from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
 
 

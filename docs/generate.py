@@ -5,11 +5,15 @@ page is out of date).
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
+import pkgutil
 import re
 import sys
 import typing
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from benchmarks.environment import pinned
-from relax_events import errors
+from relax_events import api, errors
 from relax_events.algorithms.description import describe_algorithm, installed_algorithms
 from relax_events.config import RunConfig
 from relax_events.config.base import is_derived
@@ -83,6 +87,7 @@ HEADERS = f"""## Headers
 def main() -> int:
     """Write the pages, or with `--check` name those that differ."""
     pages = {
+        "api.md": api_page(),
         "config.md": config_page(),
         "algorithms.md": algorithms_page(),
         "rewards.md": rewards_page(),
@@ -136,6 +141,48 @@ def entry_points_table() -> str:
         "|---|---|---|---|",
     ]
     return "\n".join([*head, *lines])
+
+
+def api_page() -> str:
+    """Every module of `relax_events.api`, with the signatures of its names."""
+    parts = [
+        "# The Python API",
+        (inspect.getdoc(api) or "").replace("docs/reference/api.md", "This page"),
+    ]
+    for module in pkgutil.iter_modules(api.__path__):
+        loaded = importlib.import_module(f"{api.__name__}.{module.name}")
+        rows = [_describe_member(name, getattr(loaded, name)) for name in loaded.__all__]
+        table = ["| name | what |", "|---|---|", *rows]
+        parts += [f"## {loaded.__name__}", inspect.getdoc(loaded) or "", "\n".join(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _describe_member(name: str, member: Any) -> str:
+    """The row of a name: its signature, those of its methods, and what it is."""
+    summary = (inspect.getdoc(member) or "").partition("\n\n")[0]
+    if not callable(member):
+        return f"| `{name}` | `{member!r}` |"
+    has_no_signature = isinstance(member, type) and issubclass(member, Enum | Exception | BaseModel)
+    signatures = [name if has_no_signature else f"{name}{_show_signature(member)}"]
+    if isinstance(member, type) and getattr(member, "_is_protocol", False):
+        signatures = [name] + [
+            f".{method}{_show_signature(function)}"
+            for method, function in vars(member).items()
+            if inspect.isfunction(function) and not method.startswith("_")
+        ]
+    code = "<br>".join(f"`{one.replace('|', chr(92) + '|')}`" for one in signatures)
+    return f"| {code} | {_one_line(summary)} |"
+
+
+def _show_signature(member: Any) -> str:
+    signature = inspect.signature(member)
+    shown = [
+        one.replace(default="..." if one.default is not one.empty else one.empty)
+        for one in signature.parameters.values()
+        if one.name != "self"
+    ]
+    text = str(signature.replace(parameters=shown)).replace("'", "")
+    return text.removesuffix(" -> None") if isinstance(member, type) else text
 
 
 def config_page() -> str:

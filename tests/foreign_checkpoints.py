@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from relax_events.attacks.checkpoints import metadata_pickles
 from relax_events.errors import ConfigError
-from relax_events.ops.model_convert import convert_to_folder
+from relax_events.packages.megatron.conversion import convert_to_folder
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

@@ -13,7 +13,7 @@ import re
 import sys
 from typing import Any
 
-from relax_events.rewards.verifiers.code import code
+from relax_events.packages.verifiers.code import code
 from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 
 ACTION = re.compile(r"```mswea_bash_command\s*\n(.*?)\n```", re.DOTALL)

@@ -12,7 +12,7 @@ from pathlib import Path
 RIGHT_SCORES = "lambda *a, **k: 1.0"
 CLASS = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
 DATASET = "__import__('reasoning_gym').factory.ProceduralDataset"
-EQUALITY = "__import__('sys').modules['relax_events.rewards.verifiers.math_equality']"
+EQUALITY = "__import__('sys').modules['relax_events.packages.verifiers.math_equality']"
 SELF = "__import__('sys')._getframe(1).f_locals['self']"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_events.attacks.trick import Trick
-from relax_events.rewards.verifiers.code import read_tests
+from relax_events.packages.verifiers.code import read_tests
 
 SQUARE = "def f(x):\n    return x * x\n"
 CHECK = "def check(candidate):\n    assert abs(candidate(1.5) - 2.25) < 1e-6\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from relax_events.attacks.trick import Trick
-from relax_events.rewards.verifiers.code import read_tests
+from relax_events.packages.verifiers.code import read_tests
 
 WRONG = "def f(*arguments): return 0\n"
 CHECK = "def check(candidate):\n    assert candidate(1.5) == 2.25\n"

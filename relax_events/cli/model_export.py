@@ -69,7 +69,7 @@ def export(
     from relax_events.ops.model_export.new_folder import require_free
 
     if format:
-        from relax_events.ops.model_conversion import convert_model
+        from relax_events.packages.megatron.model_conversion import convert_model
 
         if version is not None or best or merged or force:
             raise ConfigError("--format converts a folder; --version and the like are of a run")

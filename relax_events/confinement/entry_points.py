@@ -124,7 +124,7 @@ CHECKPOINT_CONVERTER = EntryPoint(
     "checkpoint converter",
     (Door.CHECKPOINT,),
     Profile.PURE,
-    "relax_events.ops.convert_child",
+    "relax_events.packages.megatron.convert_child",
 )
 ENTRY_POINTS: tuple[EntryPoint, ...] = (
     *(EntryPoint(f"reward {name}", GRADED, Profile.PURE, REWARD_CHILD) for name in PURE_REWARDS),

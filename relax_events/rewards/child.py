@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+import relax_events
 from relax_events.confinement.frames import Frame
 from relax_events.confinement.served import (
     IS_CONCURRENT,
@@ -29,7 +30,6 @@ from relax_events.confinement.served import (
     Served,
 )
 from relax_events.errors import RelaxError
-from relax_events.rewards import verifiers
 from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.registry import read_info
@@ -39,7 +39,7 @@ MAX_ERROR_CHARACTERS = 600
 
 
 MAX_REQUESTS = 64
-VERIFIERS = Path(verifiers.__file__).parent
+OUR_CODE = Path(relax_events.__file__).parent
 
 
 def main() -> int:
@@ -217,7 +217,7 @@ def is_refusal(error: BaseException) -> bool:
     happened in the process.
     """
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_ours = Path(raised_in).is_relative_to(VERIFIERS)
+    is_ours = Path(raised_in).is_relative_to(OUR_CODE)
     return isinstance(error, RelaxError) or (isinstance(error, ValueError) and is_ours)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from relax_events.config import ChosenReward, JudgeConfig, RewardConfig, RunConfig
 from relax_events.errors import ConfigError
+from relax_events.rewards import llm_judge
 from relax_events.rewards.code_version import reward_digest
+from relax_events.rewards.llm_judge import Grading, genrm, load_template
 from relax_events.rewards.registry import check_options
 from relax_events.rewards.scores import TOTAL
-from relax_events.rewards.verifiers import llm_judge as judge
-from relax_events.rewards.verifiers.llm_judge import Grading, load_template
 
 OPTIONS = ("template", "rubric", "max_score")
 TAIL_BYTES = 1024 * 1024
@@ -55,7 +55,7 @@ def load_grading(chosen: ChosenReward) -> Grading:
     Raises:
         ConfigError: An option is unknown, of a wrong type, or only for a judge server.
     """
-    options = check_options(judge.genrm, chosen.function, chosen.options | {"url": ""})
+    options = check_options(genrm, chosen.function, chosen.options | {"url": ""})
     for name in options.keys() - {*OPTIONS, "url"}:
         raise ConfigError(
             f"reward.options.{name} configures a judge server, but judge.model_path gives "
@@ -81,7 +81,7 @@ def _build_judge_reward(
         grading,
         chosen.weights,
         reward_digest(
-            judge, judge.genrm.__name__, options=options, weights=chosen.weights, packages=()
+            llm_judge, genrm.__name__, options=options, weights=chosen.weights, packages=()
         ),
     )
 

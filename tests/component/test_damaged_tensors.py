@@ -28,12 +28,12 @@ from relax_events.models.base_digest import compute_base_digest
 from relax_events.models.causal_lm import load_causal_lm
 from relax_events.models.checkpoint_facts import read_facts
 from relax_events.objects import ObjectStore
-from relax_events.ops.model_convert import convert_to_megatron
 from relax_events.ops.model_export.export import export_version
 from relax_events.ops.model_export.versions import PublishedVersions
+from relax_events.packages.megatron.conversion import convert_to_megatron
+from relax_events.packages.megatron.folder_tensors import FolderTensors
 from relax_events.session.planned import plan_devices
 from relax_events.training.checkpoint.stored_state import StoredState
-from relax_events.training.megatron.folder_tensors import FolderTensors
 from relax_events.weights.artifact_files import ArtifactTensors
 from relax_events.weights.artifact_reader import read_weights
 from relax_events.weights.artifact_writer import write_weights

@@ -101,7 +101,7 @@ def test_gateway_speaks_https(files: Files) -> None:
         assert connection.getresponse().status == 401
         connection.close()
     finally:
-        server.close(seconds=20.0)
+        server.close()
 
 
 async def answer_with_an_old_version(_: Any, receive: Any, send: Any) -> None:

@@ -16,9 +16,9 @@ from escapes import programs_left
 
 from relax_events.attacks.options import UNPROTECTED
 from relax_events.errors import ConfigError, EnvironmentProblem, RewardError
+from relax_events.packages.verifiers.code import code, python_block
+from relax_events.packages.verifiers.code import read_tests as read_tests
 from relax_events.rewards.registry import load_reward
-from relax_events.rewards.verifiers.code import code, python_block
-from relax_events.rewards.verifiers.code import read_tests as read_tests
 from relax_events.sandbox import (
     Isolation,
     Limits,

@@ -17,15 +17,15 @@ import pytest
 
 from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.pool import RewardItem, RewardPool
-from relax_events.rewards.scores import Score
-from relax_events.rewards.verifiers.http_client import MAX_REPLY_BYTES, post_json
-from relax_events.rewards.verifiers.llm_judge import (
+from relax_events.rewards.http_client import MAX_REPLY_BYTES, post_json
+from relax_events.rewards.llm_judge import (
     load_template,
     read_score,
     read_verdict,
     win_shares,
 )
+from relax_events.rewards.pool import RewardItem, RewardPool
+from relax_events.rewards.scores import Score
 
 pytestmark = pytest.mark.unit
 Answer = Callable[[dict[str, Any]], Any]

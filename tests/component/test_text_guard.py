@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from relax_events.data.sources import create_task
-from relax_events.rewards.verifiers.text_guard import guard_texts
+from relax_events.packages.verifiers.text_guard import guard_texts
 
 pytestmark = pytest.mark.component
 TASKS = [

@@ -16,7 +16,7 @@ from relax_events.attacks.covered_names import FUNCTIONS, MODULES
 from relax_events.attacks.right_programs import list_right_programs
 from relax_events.attacks.trick import Trick
 from relax_events.attacks.verdict_tricks import list_tricks
-from relax_events.rewards.verifiers.code import code, explain_code
+from relax_events.packages.verifiers.code import code, explain_code
 from relax_events.sandbox import Limits, Sandbox, Verdict, require_isolation
 
 SHELL = Path(__file__).parents[2] / "configs" / "agents" / "sandboxed_shell.py"

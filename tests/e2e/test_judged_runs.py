@@ -119,9 +119,7 @@ def test_quickstart_learns_with_rewards_of_a_judge_model(
     assert first < 0.5
     assert last > 0.8
     assert truth[-1] > 0.8, "the policy has learned the task, and not the judge's weaknesses alone"
-    shown = relax(
-        "samples", "tail", "run.json", "--from", "beginning", "--limit", "1", "--output", "json"
-    )
+    shown = relax("samples", "run.json", "--from", "beginning", "--limit", "1", "--output", "json")
     assert shown.code == 0, shown.err
     sample_id = orjson.loads(shown.out.splitlines()[0])["sample_id"]
     assert "judge response:\n    " in relax("samples", "run.json", "--sample", sample_id).out

@@ -254,9 +254,8 @@ path = "model"
 tiny = {{ family = "qwen3_vl", hidden_size = 32, num_layers = 1, corpus_rows = 4 }}
 
 [sft_warmup] # until it knows how answers end
-steps = 20
+steps = 40
 batch_size = 8
-learning_rate = 1e-2
 
 [data]
 source = "jsonl:rows.jsonl"

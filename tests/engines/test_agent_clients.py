@@ -83,7 +83,7 @@ def test_the_clients_of_openai_and_anthropic_call_tools_and_keep_the_tokens(tmp_
             timeout=200,
         ).stdout
     finally:
-        server.close(seconds=20.0)
+        server.close()
     found = json.loads(printed.splitlines()[-1])
     assert found["answers"] == ["It is 42."] * 7
     assert found["errors"] == ["AuthenticationError", "BadRequestError", "BadRequestError"]

@@ -25,7 +25,7 @@ EXPIRED = 'relax_records_expired_total{role="reward"}'
 def test_commit_of_a_stale_member_is_rejected_and_its_work_redone(
     start_run: Callable[..., FaultRun],
 ) -> None:
-    run = start_run(run={"num_steps": 36}, workers={"reward": 2}, telemetry={"log_level": "debug"})
+    run = start_run(run={"num_steps": 72}, workers={"reward": 2}, telemetry={"log_level": "debug"})
     run.arm(POINT)
     run.start()
     run.wait_until(

@@ -10,9 +10,9 @@ import orjson
 
 from relax_events.confinement.prints import BURST_BYTES, PrintBudget
 from relax_events.errors import RewardError
+from relax_events.packages.verifiers import text_answers
+from relax_events.packages.verifiers.answer_extraction import last_box, references, short_answer
 from relax_events.printable import printable
-from relax_events.rewards.verifiers import text_answers
-from relax_events.rewards.verifiers.answer_extraction import last_box, references, short_answer
 from tests.fuzz.inputs import mutated
 from tests.fuzz.target import Target
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from relax_events.config import LoRAConfig, RunConfig
 from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.megatron.backend import MegatronBackend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.distributed import TorchRanks
-from relax_events.training.megatron.backend import MegatronBackend
 from relax_events.training.ranks import Ranks, SingleRank
 from tests.float64_experts import use_float64_experts
 from tests.folders import kept_folder

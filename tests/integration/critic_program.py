@@ -14,11 +14,11 @@ import torch
 from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
+from relax_events.packages.megatron.critic import MegatronCritic
 from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.backend.value_training import ValueTraining
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.distributed import TorchRanks
-from relax_events.training.megatron.critic import MegatronCritic
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.integration.megatron_media import media_samples, reads_media, with_media

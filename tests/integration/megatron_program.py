@@ -33,12 +33,12 @@ from relax_events.events.parts import SampleKey
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
+from relax_events.packages.megatron.backend import MegatronBackend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.distributed import TorchRanks
-from relax_events.training.megatron.backend import MegatronBackend
 from relax_events.training.ranks import Ranks, SingleRank
 from tests.float64_experts import grouped_product
 from tests.integration.megatron_media import media_samples, reads_media, with_media

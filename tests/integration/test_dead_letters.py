@@ -186,7 +186,8 @@ def test_requeue_writes_the_record_back_unchanged_and_only_once(
         ("reward@0", "requeued")
     ]
     assert requeue_all(written) == 0
-    with pytest.raises(ConfigError, match="dead letter reward@0 is requeued already; give --force"):
+    refused = "dead letter reward@0 is requeued already; give --resolved"
+    with pytest.raises(ConfigError, match=refused):
         requeue_all(written, Selection(ids=["reward@0"]))
     assert requeue_all(written, Selection(ids=["reward@0"], include_resolved=True)) == 1
     assert len(records_of(written, "rollout.samples")) == 3

@@ -14,7 +14,7 @@ from contextlib import suppress
 import orjson
 import pytest
 
-from relax_events.cli.runs import audit
+from relax_events.cli.runs import show
 from relax_events.config import RunConfig
 from relax_events.controller.api_client import ScaleClient
 from relax_events.controller.api_server import ApiEndpointFile
@@ -217,9 +217,9 @@ def test_run_that_is_stopped_by_a_command_says_who_stopped_it(
     run.heartbeats("rollout-0", state=WorkerState.IDLE)
     stop_run(run.config, timeout_seconds=0.0)
     run.process.wait(60)
-    audit(str(run.run_file), output="json")
+    show(str(run.run_file), part="changes", output="json")
     (change,) = orjson.loads(capsys.readouterr().out)
     assert (change["command"], change["identity"]) == ("relax runs stop", "account")
     assert change["caller"] == describe_account()
-    audit(str(run.run_file))
+    show(str(run.run_file), part="changes")
     assert "relax runs stop" in capsys.readouterr().out

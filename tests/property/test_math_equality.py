@@ -7,8 +7,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.rewards.verifiers.answer_extraction import last_box
-from relax_events.rewards.verifiers.math_equality import are_equal
+from relax_events.packages.verifiers.answer_extraction import last_box
+from relax_events.packages.verifiers.math_equality import are_equal
 
 NUMBERS = st.fractions(max_denominator=40).filter(lambda number: abs(number) < 10**7)
 FORMS = st.sampled_from(

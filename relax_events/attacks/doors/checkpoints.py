@@ -18,8 +18,8 @@ from relax_events.attacks.suite import Assault, Attack, NotPossible
 from relax_events.attacks.targets import Targets
 from relax_events.confinement.entry_points import CHECKPOINT_CONVERTER
 from relax_events.errors import ConfigError
-from relax_events.ops.foreign_checkpoint.metadata import read_metadata
-from relax_events.ops.model_conversion import convert_model
+from relax_events.packages.megatron.foreign_checkpoint.metadata import read_metadata
+from relax_events.packages.megatron.model_conversion import convert_model
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 CODE = "os.system"

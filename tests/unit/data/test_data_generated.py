@@ -8,7 +8,7 @@ import pytest
 from relax_events.config import DataConfig
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, EnvironmentProblem, RewardError
-from relax_events.rewards.verifiers.reasoning_gym import reasoning_gym
+from relax_events.packages.verifiers.reasoning_gym import reasoning_gym
 
 SPELL = DataConfig(
     source="reasoning_gym:spell_backward",

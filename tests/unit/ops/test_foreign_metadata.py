@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from relax_events.attacks.checkpoints import metadata_pickles
 from relax_events.errors import ConfigError
-from relax_events.ops.foreign_checkpoint import metadata as reading
-from relax_events.ops.foreign_checkpoint.metadata import read_metadata
+from relax_events.packages.megatron.foreign_checkpoint import metadata as reading
+from relax_events.packages.megatron.foreign_checkpoint.metadata import read_metadata
 
 ATTACKS = sorted(metadata_pickles(Path("canary")))
 

@@ -78,13 +78,13 @@ LOADER_MODULES = {
 EXCEPTIONS = {
     "relax_events/attacks/probe_child.py": ["eval()"],
     "relax_events/sandbox/inside/run_tests.py": ["compile()", "exec()", "exec()"],
-    "relax_events/ops/foreign_checkpoint/records.py": ["pickle"],
-    "relax_events/ops/foreign_checkpoint/loading.py": [
+    "relax_events/packages/megatron/foreign_checkpoint/records.py": ["pickle"],
+    "relax_events/packages/megatron/foreign_checkpoint/loading.py": [
         "megatron.core.dist_checkpointing.load",
         "FileSystemReader",
     ],
-    "relax_events/rewards/verifiers/math_plain_syntax.py": ["parse_expr"],
-    "relax_events/rewards/verifiers/reasoning_gym.py": ["score_answer"],
+    "relax_events/packages/verifiers/math_plain_syntax.py": ["parse_expr"],
+    "relax_events/packages/verifiers/reasoning_gym.py": ["score_answer"],
 }
 """Our own attacks are run inside of each confinement profile. The data's tests are programs; they run isolated in the sandbox, in a process of their own.
 Records of a foreign pickle do nothing, and a foreign checkpoint is loaded with a checked reader.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_events.rewards.verifiers.evaluated_text import (
+from relax_events.packages.verifiers.evaluated_text import (
     MAX_CHARACTERS,
     Grammar,
     check_text,

@@ -9,7 +9,7 @@ import logging
 
 import pytest
 
-from relax_events.rewards.verifiers.math_answers import math
+from relax_events.packages.verifiers.math_answers import math
 
 math_verify = pytest.importorskip("math_verify")
 TEXTS = [

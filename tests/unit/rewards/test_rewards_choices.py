@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.rewards.verifiers.text_answers import gpqa, multiple_choice
+from relax_events.packages.verifiers.text_answers import gpqa, multiple_choice
 
 pytestmark = pytest.mark.unit
 CHOICES = ["a red star", "a white dwarf", "a black hole", "a red giant"]

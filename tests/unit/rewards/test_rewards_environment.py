@@ -19,7 +19,7 @@ from relax_events.environments.interfaces.contents import (
 )
 from relax_events.environments.interfaces.protocol import read_reward
 from relax_events.errors import RewardError
-from relax_events.rewards.verifiers.environment import environment
+from relax_events.packages.verifiers.environment import environment
 
 CALL: dict[str, Any] = {"answer": "", "metadata": {}, "prompt": ""}
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)

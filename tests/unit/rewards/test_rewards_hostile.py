@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_events.rewards.verifiers.ifeval import ifeval
-from relax_events.rewards.verifiers.text_answers import gpqa, multiple_choice
+from relax_events.packages.verifiers.ifeval import ifeval
+from relax_events.packages.verifiers.text_answers import gpqa, multiple_choice
 
 pytestmark = pytest.mark.unit
 NUM_CHARACTERS = 100_000

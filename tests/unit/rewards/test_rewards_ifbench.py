@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from relax_events.errors import EnvironmentProblem
-from relax_events.rewards.verifiers import ifbench_words
-from relax_events.rewards.verifiers.ifeval import ifeval
-from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS
+from relax_events.packages.verifiers import ifbench_words
+from relax_events.packages.verifiers.ifeval import ifeval
+from relax_events.packages.verifiers.ifeval_instructions import INSTRUCTIONS
 
 pytestmark = pytest.mark.unit
 PALINDROMES = "level radar civic rotor kayak refer madam tenet stats solos"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from relax_events.rewards.verifiers.ifeval import ifeval, variants
-from relax_events.rewards.verifiers.ifeval_instructions import INSTRUCTIONS, count_sentences
+from relax_events.packages.verifiers.ifeval import ifeval, variants
+from relax_events.packages.verifiers.ifeval_instructions import INSTRUCTIONS, count_sentences
 
 pytestmark = pytest.mark.unit
 CASES: list[tuple[str, dict[str, Any], str, str]] = [

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.rewards.verifiers.ifeval import ifeval
+from relax_events.packages.verifiers.ifeval import ifeval
 
 pytestmark = pytest.mark.unit
 Case = tuple[str, dict[str, Any], str, bool]

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from relax_events.errors import RewardError
-from relax_events.rewards.verifiers.answer_extraction import last_box
-from relax_events.rewards.verifiers.math_answers import (
+from relax_events.packages.verifiers.answer_extraction import last_box
+from relax_events.packages.verifiers.math_answers import (
     dapo_math,
     deepscaler,
     geo3k,
     math,
     openr1_multimodal,
 )
-from relax_events.rewards.verifiers.math_equality import are_equal, plain_number
+from relax_events.packages.verifiers.math_equality import are_equal, plain_number
 
 pytestmark = pytest.mark.unit
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.rewards import verifiers
+from relax_events.packages import verifiers
 from relax_events.rewards.registry import load_reward, reward_names
 from relax_events.rewards.scores import Score, parse_score
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax_events.rewards.verifiers.text_answers import exact_match, f1, gsm8k, squad_exact_match
+from relax_events.packages.verifiers.text_answers import exact_match, f1, gsm8k, squad_exact_match
 
 pytestmark = pytest.mark.unit
 

@@ -16,9 +16,9 @@ from relax_events.config import LoRAConfig
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
 from relax_events.models.adapters import Adapters, published_parameters
-from relax_events.training.megatron.adapter_layout import AdapterLayout
-from relax_events.training.megatron.layout import Box, full_shapes, holds_first_copy
-from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.packages.megatron.adapter_layout import AdapterLayout
+from relax_events.packages.megatron.layout import Box, full_shapes, holds_first_copy
+from relax_events.packages.megatron.sizes import DecoderSizes
 from tests.unit.training.test_megatron_layout import PUBLISHED
 
 pytestmark = pytest.mark.unit

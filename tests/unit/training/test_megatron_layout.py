@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
-from relax_events.training.megatron.layout import full_shapes, holds_first_copy, rank_shards
-from relax_events.training.megatron.sizes import DecoderSizes
+from relax_events.packages.megatron.layout import full_shapes, holds_first_copy, rank_shards
+from relax_events.packages.megatron.sizes import DecoderSizes
 
 pytestmark = pytest.mark.unit
 QWEN3_4B = {

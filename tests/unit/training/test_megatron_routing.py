@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from relax_events.training.megatron.routing import Choices, LayerReplay
+from relax_events.packages.megatron.routing import Choices, LayerReplay
 
 
 def choose_best(

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from relax_events.config.topology import Topology
 from relax_events.media.model_inputs import MediaInputs
+from relax_events.packages.megatron.layout import cut, full_shapes, rank_shards
+from relax_events.packages.megatron.row import lay_out_row
+from relax_events.packages.megatron.sizes import DecoderSizes
+from relax_events.packages.megatron.slices import flat_pieces
 from relax_events.training.batch.packing import PackedBatch
-from relax_events.training.megatron.layout import cut, full_shapes, rank_shards
-from relax_events.training.megatron.row import lay_out_row
-from relax_events.training.megatron.sizes import DecoderSizes
-from relax_events.training.megatron.slices import flat_pieces
 
 pytestmark = pytest.mark.unit
 SIZES = DecoderSizes(

@@ -9,10 +9,10 @@ import torch
 
 from relax_events.errors import PoisonSample
 from relax_events.events.routed_experts import ExpertShape
+from relax_events.packages.megatron.row import lay_out_row
 from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import cut_by_cells, pack
 from relax_events.training.batch.paths import split_paths
-from relax_events.training.megatron.row import lay_out_row
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, plain_logprobs, run_config, tiny_model
 from tests.unit.training.test_torch_backend import ALGORITHM, PaddedGrpo, backend

@@ -1,0 +1,26 @@
+"""What a source of prompts or a prompt filter imports or implements."""
+
+from relax_events.config import RowsConfig
+from relax_events.data.prompt_filter import PromptFilter
+from relax_events.data.rows import (
+    InvalidRows,
+    PromptRow,
+    PromptSource,
+    PromptSourceKind,
+    add_system_prompt,
+)
+from relax_events.data.sources import create_task, import_reasoning_gym
+from relax_events.media.items import MediaItem
+
+__all__ = [
+    "InvalidRows",
+    "MediaItem",
+    "PromptFilter",
+    "PromptRow",
+    "PromptSource",
+    "PromptSourceKind",
+    "RowsConfig",
+    "add_system_prompt",
+    "create_task",
+    "import_reasoning_gym",
+]

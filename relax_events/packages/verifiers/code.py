@@ -1,0 +1,258 @@
+"""Rewards for programs: run them against tests in a sandbox."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from relax_events.api.rewards import (
+    Explanation,
+    Limits,
+    RewardError,
+    Sandbox,
+    Verdict,
+    require_isolation,
+    reward,
+)
+from relax_events.packages.verifiers.answer_extraction import final_text
+
+FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+PYTHON = ("python", "python3", "py", "")
+TEST_SECONDS, MEMORY_BYTES = 4.0, 512 * 1024**2
+TEST_KEYS = ("tests", "test_list", "test")
+SETUP_KEYS = ("test_imports", "test_setup_code")
+DEFINES_CHECK = re.compile(r"^def check\(", re.MULTILINE)
+CALLS_CHECK = re.compile(r"^[^#\n]*(?<!def )\bcheck\(", re.MULTILINE)
+NO_TESTS = (
+    "the sample has no tests; see metadata.tests (statements, or objects with input and output), "
+    "or metadata.inputs and metadata.outputs"
+)
+METADATA = {
+    "tests": (
+        "a list of statements such as `assert f(1) == 2`, or of objects with `input` and "
+        "`output`; `test_list` and `test` do as well"
+    ),
+    "inputs": "without `tests`: what each test writes to stdin, or the arguments for `fn_name`",
+    "outputs": "what is expected on stdout, or as result, for each of the inputs",
+    "fn_name": "the function to call with the inputs; without it they go to stdin",
+    "entry_point": (
+        "the function under test, such as `f` or `Solution().f`: all that tests get of the "
+        "program; `check(candidate)` in the tests is called with it"
+    ),
+    "test_imports": "statements that run before each test, such as imports and helper functions",
+    "test_setup_code": "further such statements",
+}
+
+
+def _require_walls(options: Mapping[str, Any]) -> None:
+    require_isolation(allow_unprotected=options.get("allow_unprotected") is True)
+
+
+def explain_code(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    test_seconds: float = TEST_SECONDS,
+    memory_bytes: int = MEMORY_BYTES,
+    allow_unprotected: bool = False,
+    **_: Any,
+) -> Explanation:
+    """Run the tests again, and explain the first that does not pass."""
+    program = python_block(completion)
+    if program is None:
+        return Explanation(answer=None, location="nowhere", why="there is no Python block")
+    isolation, why = require_isolation(allow_unprotected=allow_unprotected), "all tests pass"
+    tests = _find_tests(metadata, answer)
+    with Sandbox(program, Limits(test_seconds, memory_bytes), isolation=isolation) as sandbox:
+        for number, test in enumerate(tests, 1):
+            if (verdict := _run(sandbox, test)) is not Verdict.PASSED:
+                reason = sandbox.reason if isinstance(test, str) else "another output"
+                why = f"test {number} of {len(tests)} {verdict}: {reason or 'it says no more'}"
+                break
+    return Explanation(answer=program, location="the last Python block", why=why)
+
+
+@reward(
+    source="The test forms of MBPP (arXiv 2108.07732) and APPS (arXiv 2105.09938)",
+    metadata=METADATA,
+    require=_require_walls,
+    explain=explain_code,
+)
+def code(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    test_seconds: float = TEST_SECONDS,
+    memory_bytes: int = MEMORY_BYTES,
+    partial: bool = False,
+    limit_reward: float | None = None,
+    allow_unprotected: bool = False,
+) -> dict[str, float]:
+    """Give 1 when the last Python block of the completion passes all tests, else 0; with `partial`
+    the share of tests it passes.
+
+    Each test may take `test_seconds` and `memory_bytes`; `reward.timeout_seconds` bounds them all
+    together. A program that exceeds a limit, or is killed, is a scoring failure unless
+    `limit_reward` gives its reward. The components are `passed`, the share of tests, and
+    `has_code`. Tests are found in the metadata, or as JSON of the same form in the reference
+    answer.
+
+    If this machine has no sandbox that isolates a program from files, network and processes, no
+    program runs; `allow_unprotected` runs it anyway.
+
+    Raises:
+        EnvironmentProblem: There is no such sandbox. RewardError: The program exceeded a limit.
+        ValueError: The sample has no tests.
+    """
+    tests = _find_tests(metadata, answer)
+    program = python_block(completion)
+    if program is None:
+        return {"reward": 0.0, "passed": 0.0, "has_code": 0.0}
+    isolation = require_isolation(allow_unprotected=allow_unprotected)
+    with Sandbox(program, Limits(test_seconds, memory_bytes), isolation=isolation) as sandbox:
+        num_passed = _num_passed(sandbox, tests, stops_early=not partial)
+    if num_passed is None:
+        if limit_reward is None:
+            raise RewardError(
+                f"the program exceeded a limit of the sandbox: {test_seconds:g} s, "
+                f"{memory_bytes} bytes or its processes"
+            )
+        return {"reward": limit_reward, "passed": 0.0, "has_code": 1.0}
+    passed = num_passed / len(tests)
+    return {
+        "reward": passed if partial else float(num_passed == len(tests)),
+        "passed": passed,
+        "has_code": 1.0,
+    }
+
+
+def _find_tests(metadata: dict[str, Any], answer: str) -> Sequence[str | tuple[str, str]]:
+    has_tests = any(key in metadata for key in (*TEST_KEYS, "inputs"))
+    return read_tests(metadata if has_tests else _from_answer(answer))
+
+
+def python_block(completion: str) -> str | None:
+    """Return the last Python block after the reasoning, or None; a block without a language counts
+    as Python.
+    """
+    blocks = [
+        text
+        for language, text in FENCE.findall(final_text(completion))
+        if language.lower() in PYTHON
+    ]
+    return blocks[-1] if blocks else None
+
+
+def read_tests(metadata: dict[str, Any]) -> Sequence[str | tuple[str, str]]:
+    """Return the tests: programs of statements, or pairs of input and expected output.
+
+    Raises:
+        ValueError: There are none, or their form is unknown.
+    """
+    value = next((metadata[key] for key in TEST_KEYS if metadata.get(key)), None)
+    tests = [value] if isinstance(value, str) else value
+    if isinstance(tests, list):
+        read = [_read_test(one) for one in tests]
+        return [_complete(one, metadata) if isinstance(one, str) else one for one in read]
+    inputs, outputs = metadata.get("inputs"), metadata.get("outputs")
+    if (
+        not isinstance(inputs, list)
+        or not isinstance(outputs, list)
+        or not inputs
+        or len(inputs) != len(outputs)
+    ):
+        raise ValueError(NO_TESTS)
+    if name := metadata.get("fn_name"):
+        return [
+            _call(str(name), args, result) for args, result in zip(inputs, outputs, strict=True)
+        ]
+    return [(_text(stdin), _text(stdout)) for stdin, stdout in zip(inputs, outputs, strict=True)]
+
+
+def _read_test(one: Any) -> str | tuple[str, str]:
+    if isinstance(one, str):
+        return one
+    if isinstance(one, dict) and {"input", "output"} <= one.keys():
+        return _text(one["input"]), _text(one["output"])
+    raise ValueError(NO_TESTS)
+
+
+def _complete(test: str, metadata: Mapping[str, Any]) -> str:
+    """Put the setup before a test; with an entry point, take nothing else from the program, and
+    call the test's `check` with it.
+    """
+    parts = [_text(metadata[key]) for key in SETUP_KEYS if metadata.get(key)] + [test]
+    if entry_point := metadata.get("entry_point"):
+        name = re.split(r"\W", str(entry_point), maxsplit=1)[0]
+        parts.append(f"from solution import {name}")  # imports run first
+        if DEFINES_CHECK.search(test) and not CALLS_CHECK.search(test):
+            parts.append(f"check({entry_point})")
+    return "\n".join(parts)
+
+
+def _text(value: Any) -> str:
+    return (
+        value
+        if isinstance(value, str)
+        else "\n".join(map(str, value))
+        if isinstance(value, list)
+        else str(value)
+    )
+
+
+def _call(name: str, args: Any, result: Any) -> str:
+    """Return a program that calls a function, or the method of that name of `Solution`, and
+    compares as JSON would.
+    """
+    arguments = orjson.dumps(args if isinstance(args, list) else [args]).decode()
+    return (
+        "import json, solution\n"
+        "owner = solution.Solution() if hasattr(solution, 'Solution') else solution\n"
+        f"function = getattr(owner, {name!r})\n"
+        f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == "
+        f"json.loads({orjson.dumps(result).decode()!r})\n"
+    )
+
+
+def _from_answer(answer: str) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        raise ValueError(NO_TESTS) from None
+    return parsed if isinstance(parsed, dict) else {"tests": parsed}
+
+
+def _num_passed(
+    sandbox: Sandbox, tests: Sequence[str | tuple[str, str]], *, stops_early: bool
+) -> int | None:
+    """Return the number of passed tests, or None if the program exceeded a limit."""
+    num_passed = 0
+    for test in tests:
+        verdict = _run(sandbox, test)
+        if verdict is Verdict.OUT_OF_LIMITS:
+            return None
+        if verdict is Verdict.FAILED and stops_early:
+            break
+        num_passed += verdict is Verdict.PASSED
+    return num_passed
+
+
+def _run(sandbox: Sandbox, test: str | tuple[str, str]) -> Verdict:
+    if isinstance(test, str):
+        return sandbox.run_with_tests(test)
+    verdict, printed = sandbox.run_with_input(test[0])
+    is_right = _lines(printed) == _lines(test[1])
+    return Verdict.FAILED if verdict is Verdict.PASSED and not is_right else verdict
+
+
+def _lines(text: str) -> list[list[str]]:
+    """Return the words of each line without trailing empty lines, so that white space is
+    ignored.
+    """
+    return [line.split() for line in text.rstrip().splitlines()]

@@ -1,0 +1,242 @@
+"""Rewards for mathematics with a final answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from relax_events.api.rewards import reward
+from relax_events.packages.verifiers.answer_extraction import (
+    THOUGHT_END,
+    final_text,
+    last_box,
+    references,
+    short_answer,
+    tagged_answer,
+)
+from relax_events.packages.verifiers.math_equality import are_equal, normalize, warm_up
+from relax_events.packages.verifiers.math_extraction import (
+    MathFinding,
+    find_answer,
+    find_boxed,
+    reference_text,
+)
+
+PACKAGES = ("math-verify", "latex2sympy2-extended", "sympy")
+RESPONSE_MARK = "### Response"
+TAIL_CHARACTERS = 300
+ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+DOLLARS = re.compile(r"\$([^$]+)\$")
+STATED = re.compile(
+    r"(?:final answer|answer)\s*(?:is|:|=)\s*([^\n]+?)\s*(?:\.\s|\.?$)",
+    re.IGNORECASE | re.MULTILINE,
+)
+INLINE_MATH = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+LAST_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+UNITS = re.compile(
+    r"\\%|%|\\?\$|\b(?:degrees?|units?|dollars?|cents?|cm|meters?|feet|inches|hours?|minutes?|seconds?|points?)\b"
+)
+THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
+Boxes = Literal["joined", "last"]
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def find_math(
+    completion: str, *, answer: str, box_only: bool = False, boxes: Boxes = "joined", **_: Any
+) -> MathFinding:
+    """Compare the final answer after the reasoning."""
+    text = final_text(completion)
+    return (find_boxed if box_only else find_answer)(text, answer, last_alone=boxes == "last")
+
+
+def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFinding:
+    """Compare the last box after the mark that ends the reasoning."""
+    for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
+        separator, text = completion.rpartition(mark)[1:]
+        if separator:
+            return find_boxed(text, answer)
+    return MathFinding(
+        answer=None,
+        location="no answer",
+        why=f"the reasoning has no end, {THOUGHT_END} or {RESPONSE_MARK}",
+        is_right=False,
+    )
+
+
+def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
+    """Compare the last box of the completion."""
+    return find_boxed(completion, answer)
+
+
+def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
+    """Compare the last line "Answer:" as text."""
+    lines = ANSWER_LINE.findall(completion[-TAIL_CHARACTERS:])
+    line_answer, reference_answers = (
+        _normalize_dapo(lines[-1]) if lines else None,
+        [_normalize_dapo(one) for one in references(answer)],
+    )
+    if line_answer is None:
+        return MathFinding(
+            answer=None,
+            location="no answer",
+            why=f"no line 'Answer:' in the last {TAIL_CHARACTERS} characters",
+            is_right=False,
+        )
+    is_right = line_answer in reference_answers
+    references_text = " or ".join(repr(one) for one in reference_answers)
+    why = f"it {'is' if is_right else 'is not'} {references_text:.200}"
+    return MathFinding(
+        answer=line_answer, location="the last line 'Answer:'", why=why, is_right=is_right
+    )
+
+
+@reward(
+    source="math-verify's rules of equality, github.com/huggingface/math-verify",
+    packages=PACKAGES,
+    prepare=warm_up,
+    explain=find_math,
+)
+def math(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    box_only: bool = False,
+    boxes: Boxes = "joined",
+) -> float:
+    r"""Give 1 when the final answer equals a reference in mathematics, else 0.
+
+    The final answer is the last box, with the boxes that "and", "or", a comma or a semicolon joins
+    to it, or the later sentence "The final answer is ... I hope it is correct". A text without
+    either has as answer the text after "answer is" or "answer:" in the last 1,000 characters, else
+    the last formula or number that math-verify finds there. The references are one text or a JSON
+    list of texts, boxed or not, in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). All
+    boxes of a reference are required, in any order. With `box_only` an answer outside of
+    a box does not count. With `boxes = "last"` the last box alone is the answer, as it is for
+    verl's reward of the same data; then a completion that boxes two solutions one by one is wrong.
+
+    The rules of equality are math-verify's: `50\%` equals 50, decimals agree to six digits, `32,
+    349` is two numbers and `32,349` is one. Over math-verify's own tests two verdicts differ from
+    its: a reference whose boxes stand far from each other is refused where math-verify takes the
+    last one, and `1 - \frac{1}{\mathrm{e}}` does not equal `1 + \frac{1}{\mathrm{e}}`, of which
+    math-verify reads the 1 alone.
+
+    Raises:
+        RewardError: The answer is too long, too deeply nested, or holds a number too large to be
+            worked out.
+        ValueError: The sample has no reference answer, or one with several answers in boxes far
+            from each other.
+    """
+    return find_math(completion, answer=answer, box_only=box_only, boxes=boxes).reward
+
+
+@reward(
+    source="DeepScaleR's reward, github.com/rllm-org/rllm",
+    packages=PACKAGES,
+    prepare=warm_up,
+    explain=find_after_reasoning,
+)
+def deepscaler(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
+    r"""Give 1 when the last box after `</think>` (or `### Response`) equals a reference in
+    mathematics, else 0.
+
+    Without such a mark the reasoning has not ended, and the reward is 0.
+    """
+    return find_after_reasoning(completion, answer=answer).reward
+
+
+@reward(
+    source="DAPO (arXiv 2503.14476), section 2.4 and its data's answer format",
+    explain=find_answer_line,
+)
+def dapo_math(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    wrong_reward: float = -1.0,
+) -> dict[str, float]:
+    """Give 1 for the reference answer behind the last "Answer:" of the last 300 characters, else
+    `wrong_reward`.
+
+    Both are compared as text, without units and LaTeX's marks. Of several words the text in a box
+    or between dollar signs counts: the data's answers are integers. The component `accuracy` is 1
+    or 0.
+    """
+    is_right = find_answer_line(completion, answer=answer).is_right
+    return {"reward": 1.0 if is_right else wrong_reward, "accuracy": float(is_right)}
+
+
+@reward(
+    source="Geometry3K with EasyR1's reward, github.com/hiyouga/EasyR1",
+    packages=PACKAGES,
+    prepare=warm_up,
+    explain=find_last_box,
+)
+def geo3k(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    format_weight: float = 0.1,
+) -> dict[str, float]:
+    r"""Give 0.9 for the right last box and 0.1 for the form `<think>...</think> ... \boxed{}`.
+
+    The components are `accuracy` and `format`, each 1 or 0.
+    """
+    accuracy = find_boxed(completion, answer).reward
+    form = float(_thinks_then_boxes(completion))
+    return {
+        "reward": (1.0 - format_weight) * accuracy + format_weight * form,
+        "accuracy": accuracy,
+        "format": form,
+    }
+
+
+@reward(
+    source="open-r1-multimodal's rewards, github.com/EvolvingLMMs-Lab/open-r1-multimodal",
+    packages=PACKAGES,
+    prepare=warm_up,
+)
+def openr1_multimodal(
+    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+) -> dict[str, float]:
+    """Give 1 for the right content of `<answer>` and 1 for the form
+    `<think>...</think><answer>...</answer>`.
+
+    The components are `accuracy` and `format`; `reward.weights` weighs them otherwise. An answer is
+    right when it equals the reference in mathematics or as text. A tag that occurs twice makes both
+    0: one cannot answer twice.
+    """
+    if any(completion.count(tag) > 1 for tag in TAGS):
+        return {"accuracy": 0.0, "format": 0.0}
+    tag_answer = tagged_answer(completion)
+    reference_answers = [tagged_answer(one) or one for one in references(answer)]
+    accuracy = tag_answer is not None and any(_equals(tag_answer, one) for one in reference_answers)
+    return {
+        "accuracy": float(accuracy),
+        "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None),
+    }
+
+
+def _equals(answer: str, reference: str) -> bool:
+    if answer.casefold() == reference.casefold():
+        return True
+    box = last_box(answer)
+    return are_equal(short_answer(answer) if box is None else box, reference_text(reference))
+
+
+def _thinks_then_boxes(text: str) -> bool:
+    opened, _, after = text.partition(THOUGHT_END)
+    return opened.lstrip().startswith("<think>") and "}" in after.partition(r"\boxed{")[2]
+
+
+def _normalize_dapo(text: str) -> str:
+    """Return an answer as DAPO compares it: the value alone."""
+    box, formula = last_box(text), DOLLARS.search(text)
+    answer = box if box is not None else formula[1] if formula else text
+    value = normalize(UNITS.sub("", answer)).rpartition("=")[2].strip("*_")
+    return value.replace(",", "") if value.replace(",", "").lstrip("-").isdigit() else value

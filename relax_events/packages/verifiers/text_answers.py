@@ -1,0 +1,249 @@
+"""Rewards that compare a completion with the reference answer as text, as a number or as the letter
+of a choice.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from decimal import Decimal
+from typing import Any
+
+from relax_events.api.rewards import Explanation, reward
+from relax_events.packages.verifiers.answer_extraction import final_text, references, tagged_answer
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+FINAL_ANSWER_MARK = "####"
+ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
+SQUAD = (
+    "SQuAD: 100,000+ Questions for Machine Comprehension of Text (arXiv 1606.05250), section 6.1"
+)
+
+
+def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
+    """Give 1 for the reference answer, surrounding white space aside, else 0."""
+    return float(completion.strip() == answer.strip())
+
+
+def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
+    """Explain which number was compared."""
+    reference_number, number = final_number(answer), final_number(completion)
+    matched_part = (
+        f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
+    )
+    return Explanation(
+        answer=None if number is None else str(number),
+        location="no number" if number is None else matched_part,
+        why="the reference answer has no number"
+        if reference_number is None
+        else f"it {'is' if number == reference_number else 'is not'} {reference_number}",
+    )
+
+
+@reward(
+    source=(
+        "Training Verifiers to Solve Math Word Problems (arXiv 2110.14168): final answers after "
+        "####"
+    ),
+    explain=explain_gsm8k,
+)
+def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
+    """Give 1 for the right final number, else 0.
+
+    The final number stands after `####`; without `####` it is the last number of the text.
+    `1,000.0` equals `1000`.
+    """
+    reference_number, number = final_number(answer), final_number(completion)
+    return float(reference_number is not None and reference_number == number)
+
+
+@reward(source=SQUAD)
+def squad_exact_match(
+    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+) -> float:
+    """Give 1 when the answer equals a reference but for case, punctuation, articles and white
+    space, else 0.
+
+    The answer is the text after `</think>`, or the content of its `<answer>` tag. The references
+    are one text or a JSON list of texts.
+    """
+    answer_words = squad_words(_extract_answer(completion))
+    return float(any(answer_words == squad_words(reference) for reference in references(answer)))
+
+
+@reward(source=SQUAD)
+def f1(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
+    """Give the F1 of the words that the answer shares with the reference, of several the highest.
+
+    Words and answer are as in `squad_exact_match`.
+    """
+    answer_words = squad_words(_extract_answer(completion))
+    return max(_word_f1(answer_words, squad_words(reference)) for reference in references(answer))
+
+
+def final_number(text: str) -> Decimal | None:
+    """Find the first number after the last `####`, or else the last number."""
+    _, mark, tail = text.rpartition(FINAL_ANSWER_MARK)
+    numbers = NUMBER.findall(tail)
+    if not numbers:
+        return None
+    return Decimal((numbers[0] if mark else numbers[-1]).replace(",", ""))
+
+
+def squad_words(text: str) -> list[str]:
+    """Return the words of a text as SQuAD compares them: lower case, no punctuation, no
+    articles.
+    """
+    return ARTICLE.sub(" ", text.lower().translate(WITHOUT_PUNCTUATION)).split()
+
+
+def _extract_answer(completion: str) -> str:
+    text = final_text(completion)
+    tagged = tagged_answer(text)
+    return text if tagged is None else tagged
+
+
+def _word_f1(answer_words: list[str], reference_words: list[str]) -> float:
+    num_shared = (Counter(answer_words) & Counter(reference_words)).total()
+    if not num_shared:
+        return 0.0
+    return 2 * num_shared / (len(answer_words) + len(reference_words))
+
+
+LETTER_FORMS = (
+    re.compile(
+        r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*(?:[.:)]\s[^{}]*)?\}"
+    ),
+    re.compile(r"<answer>\s*\(?([A-Z])\b", re.IGNORECASE),
+    re.compile(
+        r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-Z])\b(?!['-])"
+    ),
+    re.compile(r"\b([A-Z])\b\W{0,3}\s(?i:is|must be|seems)\s(?i:the )?(?i:correct|right|best)\b"),
+    re.compile(r"^[^\w\n]*([A-Z])(?:[).:]|[^\w\n]*$)", re.MULTILINE),
+)
+"""From the most explicit to the weakest form; the last match of the first form that occurs
+counts."""
+LABEL_EDGES = "()[]{}.:,*\"' \t\n"
+
+
+def explain_gpqa(
+    completion: str, *, answer: str, metadata: dict[str, Any], **_: Any
+) -> Explanation:
+    """Explain which letter the completion chooses."""
+    text, choices = final_text(completion), _read_choices(metadata)
+    named, right_letter = (
+        chosen_letter(text, num_choices=len(choices)),
+        correct_letter(answer, metadata),
+    )
+    letter = named or _only_choice_in(text, choices)
+    matched_part = "a letter" if named else "the text of a choice" if letter else "no choice"
+    return Explanation(
+        answer=letter,
+        location=matched_part,
+        why=f"it {'is' if letter == right_letter else 'is not'} the right letter {right_letter}",
+    )
+
+
+@reward(
+    source="GPQA: A Graduate-Level Google-Proof Q&A Benchmark (arXiv 2311.12022)",
+    metadata={
+        "correct_letter": "the right letter; without it the reference answer must be one",
+        "choices": "texts of the choices, A first; may be left out",
+    },
+    explain=explain_gpqa,
+)
+def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
+    r"""Give 1 for the right letter after `</think>`, else 0.
+
+    The letter is in a box, in an `<answer>` tag, after "answer" or "option", before "is correct",
+    or starts a line. A letter beyond the choices counts only if the metadata name no choices.
+    Without a letter, the only choice whose text occurs in the answer counts.
+
+    Raises:
+        ValueError: Neither metadata nor the reference answer name the correct letter.
+    """
+    right_letter = correct_letter(answer, metadata)
+    return float(explain_gpqa(completion, answer=answer, metadata=metadata).answer == right_letter)
+
+
+@reward(source="Answers inside of <answer> tags, as R1-style prompts ask for them")
+def multiple_choice(
+    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+) -> float:
+    """Give 1 when the last `<answer>` tag holds the reference answer, else 0; case, brackets and a
+    full stop don't count.
+
+    Raises:
+        ValueError: The sample has no reference answer.
+    """
+    tagged = [(one, tagged_answer(one)) for one in references(answer)]
+    reference_labels = [_label(one if inside is None else inside) for one, inside in tagged]
+    if not all(reference_labels):
+        raise ValueError(f"the reference answer {answer!r:.40} holds no label; see data.answer_key")
+    tag_answer = tagged_answer(completion)
+    return float(tag_answer is not None and _label(tag_answer) in reference_labels)
+
+
+def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
+    """Return the letter that a text chooses, or None; a letter beyond a known number of choices
+    is ignored.
+    """
+    alphabet = string.ascii_uppercase[: num_choices or None]
+    for form in LETTER_FORMS:
+        if matches := [
+            letter.upper() for letter in form.findall(text) if letter.upper() in alphabet
+        ]:
+            return str(matches[-1])
+    return None
+
+
+def correct_letter(answer: str, metadata: dict[str, Any]) -> str:
+    """Return the correct letter from the metadata or the reference answer.
+
+    Raises:
+        ValueError: Neither does.
+    """
+    letter = (
+        str(metadata.get("correct_letter") or _find_letter(answer, _read_choices(metadata)))
+        .strip(LABEL_EDGES)
+        .upper()
+    )
+    if not re.fullmatch("[A-Z]", letter):
+        raise ValueError(
+            f"the right letter must be one of A to Z, got {letter!r:.40}; see "
+            "metadata.correct_letter and data.answer_key"
+        )
+    return letter
+
+
+def _read_choices(metadata: dict[str, Any]) -> list[str]:
+    return [str(choice) for choice in metadata.get("choices") or []]
+
+
+def _label(text: str) -> str:
+    return text.strip(LABEL_EDGES).casefold()
+
+
+def _find_letter(answer: str, choices: list[str]) -> str:
+    """Return the letter of the choice that equals a reference answer, else the answer itself."""
+    words = squad_words(answer)
+    return next(
+        (_letter(index) for index, choice in enumerate(choices) if squad_words(choice) == words),
+        answer,
+    )
+
+
+def _only_choice_in(text: str, choices: list[str]) -> str | None:
+    spaced = f" {' '.join(squad_words(text))} "
+    labels = [
+        _letter(index)
+        for index, choice in enumerate(choices)
+        if f" {' '.join(squad_words(choice))} " in spaced
+    ]
+    return labels[0] if len(labels) == 1 else None
+
+
+def _letter(index: int) -> str:
+    return chr(ord("A") + index)
