@@ -102,7 +102,7 @@ def test_pool_passes_prompt_and_metadata_and_returns_components(pool: RewardPool
     )
     assert isinstance(result, Score)
     assert (result.reward, result.components) == (4.5, {"form": 0.5, "content": 4.0})
-    assert 0 < result.seconds < 1.5
+    assert result.seconds > 0
 
 
 @pytest.mark.parametrize(
