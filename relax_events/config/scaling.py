@@ -29,8 +29,6 @@ class AutoscalerConfig(Section):
     in_seconds: Seconds = 120.0
     """Time for which the conditions must hold to scale in. A scale-in follows any change after 2.5
     times this time at the earliest."""
-    in_workers: Positive = 1
-    """Maximum workers removed at a time."""
 
 
 class ScalingConfig(Section):

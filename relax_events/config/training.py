@@ -238,6 +238,8 @@ class SftWarmupConfig(Section):
     """End the warm-up once the loss per target token, in nats, is below this."""
     batch_size: Positive = 64
     """Problems in a supervised step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    """AdamW's learning rate in the supervised steps."""
     assistant_turns_key: Text = ""
     """For runs with an environment: metadata key of a row that lists the assistant turns in order.
     The environment is called between them, and all of them are trained on. Empty trains on the

@@ -13,7 +13,7 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.scaling import AutoscalerConfig
-from relax_events.controller.scaling_admission import RejectedError, ScaleCommand
+from relax_events.controller.scaling_admission import TOLERANCE, RejectedError, ScaleCommand
 from relax_events.controller.scaling_bounds import DEFAULT_MODEL, WorkerPool
 from relax_events.controller.scaling_service import ScalingService
 from relax_events.projections.run_state import RunState
@@ -108,7 +108,7 @@ def decide(
         target = min(num_wanted + OUT_WORKERS, pool.max_workers)
         is_rested = now - last_out_at >= OUT_COOLDOWN * rules.out_seconds * MICROS
         return Decision(Kind.OUT, target, reason) if target > num_wanted and is_rested else None
-    target = max(num_wanted - rules.in_workers, pool.num_at_start)
+    target = max(num_wanted - int(TOLERANCE * num_wanted) - 1, pool.num_at_start)
     is_rested = now - max(last_out_at, last_in_at) >= IN_COOLDOWN * rules.in_seconds * MICROS
     if (
         target < num_wanted

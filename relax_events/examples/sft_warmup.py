@@ -16,7 +16,6 @@ from relax_events.media.model_inputs import MediaInputs, MediaSequence, Processe
 from relax_events.models.families import Family
 
 IGNORED = -100
-LEARNING_RATE = 3e-3
 MAX_GRAD_NORM = 1.0
 TEXT = Family()
 
@@ -67,7 +66,7 @@ def sft_warmup(
             token in nats.
         family: The model's family.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     model.train()
     for step in range(config.steps):
         loss = _answer_loss(

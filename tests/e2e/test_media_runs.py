@@ -254,8 +254,9 @@ path = "model"
 tiny = {{ family = "qwen3_vl", hidden_size = 32, num_layers = 1, corpus_rows = 4 }}
 
 [sft_warmup] # until it knows how answers end
-steps = 40
+steps = 20
 batch_size = 8
+learning_rate = 1e-2
 
 [data]
 source = "jsonl:rows.jsonl"

@@ -116,6 +116,11 @@ def test_autoscaler_respects_worker_bounds() -> None:
     assert verdict(over(120, IDLE), num_wanted=1, last_in_at=-1000) is None
 
 
+@pytest.mark.parametrize(("num_wanted", "target"), [(9, 8), (10, 8), (19, 17), (20, 17)])
+def test_autoscaler_removes_one_worker_more_than_a_tenth(num_wanted: int, target: int) -> None:
+    assert verdict(over(120, IDLE), num_wanted=num_wanted, last_in_at=-1000) == ("in", target)
+
+
 @pytest.mark.parametrize(
     ("look", "last_out_at", "last_in_at", "expected"),
     [

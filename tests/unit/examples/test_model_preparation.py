@@ -14,11 +14,6 @@ from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.examples.model_preparation import make_tiny_for, prepare_model, warm_up_model
 
 
-@pytest.fixture(autouse=True)
-def _learn_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_events.examples.sft_warmup.LEARNING_RATE", 1e-2)
-
-
 def run_config(
     folder: Path,
     *,
@@ -48,6 +43,7 @@ def run_config(
             "sft_warmup": {
                 "steps": steps,
                 "batch_size": 16,
+                "learning_rate": 1e-2,
                 "target_loss": target_loss,
             },
         }
