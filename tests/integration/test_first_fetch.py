@@ -87,9 +87,7 @@ def test_client_looks_up_no_beginning_behind_a_fetch_of_other_partitions(
         (topic, at): {1: 1, 4: 2}.get(at, 0) for at in range(NUM_PARTITIONS)
     }
     producer.write([ProducerRecord(topic, b"first", partition=4)])
-    turn_until(
-        lambda: opened.positions[topic, 4] == 3, lambda: opened.fetch(timeout_seconds=0.05)
-    )
+    turn_until(lambda: opened.positions[topic, 4] == 3, lambda: opened.fetch(timeout_seconds=0.05))
     opened.close()
 
 
