@@ -105,7 +105,8 @@ def split_conversation(
     Returns:
         The prompt, and the completion: all messages from that one to the end, other roles included.
     Raises:
-        ConfigError: The conversation does not end with an assistant message, or begins with one.
+        ConfigError: The conversation does not end with an assistant message, or begins with one, or
+            the one that is trained on follows another.
     """
     check_completion(conversation[-1:], location=location)
     turns = [index for index, message in enumerate(conversation) if message.role == ASSISTANT]
@@ -115,7 +116,19 @@ def split_conversation(
             f"{location} begins with an assistant message; the prompt must have at least one "
             "message before it"
         )
+    _refuse_begun_turn(conversation[:first], location=location)
     return conversation[:first], conversation[first:]
+
+
+def _refuse_begun_turn(prompt: Messages, *, location: str) -> None:
+    """Refuse a prompt that ends in the middle of a conversation with an assistant's message: the
+    next message would continue its text.
+    """
+    if prompt and prompt[-1].role == ASSISTANT:
+        raise ConfigError(
+            f"{location} has two assistant messages in a row, {len(prompt)} and "
+            f"{len(prompt) + 1}; join them into one"
+        )
 
 
 def split_preference_pair(
@@ -133,6 +146,8 @@ def split_preference_pair(
         ConfigError: There is no prompt, a completion is invalid, or both are equal.
     """
     prefix = prompt or _common_prefix(chosen, rejected)
+    if not prompt:
+        _refuse_begun_turn(prefix, location=location)
     if not prefix:
         raise ConfigError(
             f"{location} has no prompt: chosen and rejected have no common prefix; "

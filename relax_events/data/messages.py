@@ -8,6 +8,7 @@ Tools are the text of a JSON list everywhere, empty where there are none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import orjson
@@ -176,6 +177,23 @@ def _print_call(call: ToolCall, parses_arguments: bool) -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments}
     head = {"id": call.id} if call.id else {}
     return head | {"type": "function", "function": function}
+
+
+def continue_turn(begun: ChatMessage, rest: ChatMessage) -> ChatMessage:
+    """Return the message of a turn that a conversation begins and the policy ends."""
+    *parts, last = begun.parts or [ContentPart(Modality.TEXT, "")]
+    first, *others = rest.parts or [ContentPart(Modality.TEXT, "")]
+    if last.kind is first.kind is Modality.TEXT:
+        parts.append(ContentPart(Modality.TEXT, f"{last.text}{first.text}"))
+    else:
+        parts += last, first
+    return replace(
+        rest,
+        parts=[*parts, *others],
+        reasoning=begun.reasoning + rest.reasoning,
+        tool_calls=[*begun.tool_calls, *rest.tool_calls],
+        name=begun.name or rest.name,
+    )
 
 
 def parse_arguments(call: ToolCall) -> Any:

@@ -24,7 +24,12 @@ from numpy.typing import NDArray
 from relax_events.config import DataConfig, JudgeConfig, MediaConfig
 from relax_events.data.control_tokens import ControlTokens
 from relax_events.data.conversations import ASSISTANT
-from relax_events.data.messages import REASONING_FIELDS, list_texts, print_message
+from relax_events.data.messages import (
+    REASONING_FIELDS,
+    continue_turn,
+    list_texts,
+    print_message,
+)
 from relax_events.data.tool_formats import choose_format
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, MediaRef
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 END_OF_REASONING = "</think>"
 MIN_TOKEN_BYTES = 16
 TURN_MARKS = tuple(map(chr, range(0xE000, 0xF900)))
-"""Private characters, one of which stands for a sampled turn that is not rendered."""
+"""Private characters, one of which stands for the text of a turn that is not rendered."""
 
 
 class PromptRenderer:
@@ -129,7 +134,8 @@ class PromptRenderer:
     def prompt_tokens(
         self, messages: Sequence[ChatMessage], *, tools: str = ""
     ) -> NDArray[np.int32]:
-        """Render a conversation up to the start of the completion.
+        """Render a conversation up to the start of the completion. A conversation that ends with an
+        assistant's message begins a turn, and the completion continues its text.
 
         Without a chat template the messages' texts are joined by newlines.
 
@@ -143,7 +149,7 @@ class PromptRenderer:
         if not self._config.chat_template:
             return self.encode("\n".join(message.text for message in messages))
         return self.encode_with_media(
-            self.apply_template(messages, tools=tools), list_message_media(messages)
+            self.render_prompt(messages, tools=tools), list_message_media(messages)
         )
 
     def bridge_tokens(
@@ -162,23 +168,18 @@ class PromptRenderer:
 
         Args:
             before: The conversation up to the sampled turn.
-            replies: The messages after it.
+            replies: The messages after it; the last may begin the next turn.
             tools: As for `prompt_tokens`.
             has_stop: Whether the sampled turn ends with a stop token, which is then not repeated.
         Raises:
             PoisonSample: The template rejects the conversation, or leaves out or repeats the
                 sampled turn, or media and placeholders of the replies don't match.
         """
-        texts = list(list_texts((*before, *replies)))
-        mark = next(one for one in TURN_MARKS if not any(one in text for text in texts))
-        turn = ChatMessage.of_text(ASSISTANT, mark)
-        rendered = self.apply_template([*before, turn, *replies], tools=tools)
-        if rendered.count(mark) != 1:
-            raise PoisonSample(
-                "the chat template leaves out, or repeats, an earlier turn of the policy; set "
-                "data.chat_template_file to a template that keeps it"
-            )
-        tokens = self.encode_with_media(rendered.partition(mark)[2], list_message_media(replies))
+        turn = make_mark((*before, *replies))
+        render = self.render_prompt if replies else self.apply_template
+        rendered = render([*join_turns(before), turn, *replies], tools=tools)
+        _, text = _split_at_mark(rendered, turn.text)
+        tokens = self.encode_with_media(text, list_message_media(replies))
         stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[int(stops[0]) + 1 :] if has_stop and len(stops) else tokens
 
@@ -239,6 +240,28 @@ class PromptRenderer:
                 "the tokenizer of the model has no chat template; use one with a template, or send "
                 "token ids"
             )
+
+    def render_prompt(self, messages: Sequence[ChatMessage], *, tools: str = "") -> str:
+        """Render a conversation up to the head of the next turn, or, where it begins that turn, up
+        to the end of its text; see `apply_template`.
+
+        Raises:
+            PoisonSample: As of `apply_template`, or a begun turn has tool calls, or the template
+                leaves it out or repeats it.
+        """
+        if not messages or messages[-1].role != ASSISTANT:
+            return self.apply_template(messages, tools=tools)
+        *before, begun = messages
+        if begun.tool_calls:
+            raise PoisonSample(
+                "the prompt ends with an assistant's message that has tool calls, which no text "
+                "continues; add their results, or leave the calls out"
+            )
+        mark = make_mark(messages)
+        rendered = self.apply_template(
+            [*before, continue_turn(begun, mark)], tools=tools, is_complete=True
+        )
+        return _split_at_mark(rendered, mark.text)[0]
 
     def apply_template(
         self, messages: Sequence[ChatMessage], *, tools: str = "", is_complete: bool = False
@@ -341,6 +364,33 @@ def load_judge_renderer(judge: JudgeConfig, data: DataConfig) -> PromptRenderer:
     return PromptRenderer.from_folder(
         judge.model_path, data.model_copy(update=overrides), media=judge.media
     )
+
+
+def make_mark(messages: Sequence[ChatMessage]) -> ChatMessage:
+    """Make a turn of a character that no message has."""
+    texts = list(list_texts(messages))
+    mark = next(one for one in TURN_MARKS if not any(one in text for text in texts))
+    return ChatMessage.of_text(ASSISTANT, mark)
+
+
+def join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a conversation in which a turn that was begun and then sampled is one message."""
+    joined: list[ChatMessage] = []
+    for message in messages:
+        if joined and joined[-1].role == message.role == ASSISTANT:
+            message = continue_turn(joined.pop(), message)
+        joined.append(message)
+    return joined
+
+
+def _split_at_mark(rendered: str, mark: str) -> tuple[str, str]:
+    if rendered.count(mark) != 1:
+        raise PoisonSample(
+            "the chat template leaves out, or repeats, an earlier turn of the policy; set "
+            "data.chat_template_file to a template that keeps it"
+        )
+    before, _, after = rendered.partition(mark)
+    return before, after
 
 
 def find_reasoning_field(chat_template: str) -> str:

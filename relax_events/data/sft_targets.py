@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import continue_turn
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.errors import PoisonSample
@@ -73,7 +74,8 @@ def tokenize_completion(
 
     Args:
         prompt: The conversation so far.
-        completion: Messages that begin and end with the assistant's.
+        completion: Messages that begin and end with the assistant's; the first one continues a
+            prompt that ends with an assistant's message.
         renderer: The policy's renderer.
         tools: JSON list of tools, as in the prompt.
     Raises:
@@ -87,7 +89,10 @@ def tokenize_completion(
         return _tokenize_without_template(completion, renderer)
     pieces: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.uint8]] = []
-    rendered = renderer.apply_template(prompt, tools=tools)
+    rendered = renderer.render_prompt(prompt, tools=tools)
+    if prompt[-1].role == ASSISTANT:
+        *prompt, begun = prompt
+        completion = [continue_turn(begun, completion[0]), *completion[1:]]
     for index, message in enumerate(completion):
         if message.role != ASSISTANT:
             continue

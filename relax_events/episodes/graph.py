@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import continue_turn
 from relax_events.engines.protocol import GeneratedSample, SampleRequest
 from relax_events.episodes.messages import extend_digest, path_digests
 from relax_events.errors import PoisonSample
@@ -69,12 +70,14 @@ class Continuation:
         rest: The messages that the graph does not have on that path.
         digest: Of the path with the rest.
         is_fork: Whether the parent has been continued already, or a new conversation begins.
+        begun_digest: Of the path without its last message, where that begins the turn; else empty.
     """
 
     parent: Node | None
     rest: tuple[ChatMessage, ...]
     digest: bytes
     is_fork: bool
+    begun_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +119,19 @@ class MessageGraph:
     def find(self, messages: Sequence[ChatMessage], *, tools: str) -> Continuation:
         """Find the longest path whose messages begin a history."""
         digests = path_digests(messages, tools=tools)
-        for count in range(len(messages), 0, -1):
-            if (parent := self._by_digest.get(digests[count])) is not None:
-                rest = tuple(messages[count:])
-                return Continuation(parent, rest, digests[-1], parent in self._continued)
-        return Continuation(None, tuple(messages), digests[-1], bool(self.nodes))
+        parents = (self._by_digest.get(digests[count]) for count in range(len(messages), 0, -1))
+        num_new, parent = next(
+            ((number, node) for number, node in enumerate(parents) if node is not None),
+            (len(messages), None),
+        )
+        rest = tuple(messages[len(messages) - num_new :])
+        return Continuation(
+            parent,
+            rest,
+            digests[-1],
+            is_fork=bool(self.nodes) if parent is None else parent in self._continued,
+            begun_digest=digests[-2] if rest and rest[-1].role == ASSISTANT else b"",
+        )
 
     def add(
         self,
@@ -131,8 +142,14 @@ class MessageGraph:
         sample: GeneratedSample,
         reply: ChatMessage,
     ) -> Node:
-        """Add a sampled turn; of several equal turns, a later history continues the last."""
-        digest = extend_digest(continuation.digest, reply)
+        """Add a sampled turn; of several equal turns, a later history continues the last.
+
+        A program may send a turn that it began, and what it received, as one message or as two.
+        """
+        digests = [extend_digest(continuation.digest, reply)]
+        if continuation.begun_digest:
+            turn = continue_turn(continuation.rest[-1], reply)
+            digests.append(extend_digest(continuation.begun_digest, turn))
         node = Node(
             continuation.parent,
             continuation.rest,
@@ -140,10 +157,10 @@ class MessageGraph:
             input_tokens,
             sample,
             reply,
-            digest,
+            digests[0],
         )
         self.nodes.append(node)
-        self._by_digest[digest] = node
+        self._by_digest |= dict.fromkeys(digests, node)
         if continuation.parent is not None:
             self._continued.add(continuation.parent)
         self.num_forks += continuation.is_fork

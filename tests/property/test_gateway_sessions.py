@@ -23,7 +23,7 @@ from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.episodes.graph import path_tokens
 from relax_events.episodes.sample import finish_sample
 from relax_events.episodes.session import SessionLimit
-from relax_events.events.parts import FinishReason
+from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.examples.tiny_tokenizer import train_tokenizer
 from relax_events.gateway.chat_session import ChatSession
 from tests.gateway_sessions import spoken_turn
@@ -198,3 +198,40 @@ def test_an_undisturbed_session_is_one_row(
     (row,) = session.graph.rows()
     assert session.graph.num_forks == 0
     assert len(row.nodes) == 5
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_a_program_may_send_a_begun_turn_and_its_rest_as_one_message_or_as_two(
+    renderer: PromptRenderer, is_joined: bool
+) -> None:
+    read: list[np.ndarray] = []
+
+    async def answer(request: GenerationRequest) -> GeneratedSample:
+        read.append(request.prompt_tokens)
+        tokens = [*renderer.encode("no").tolist(), request.stop_token_ids[0]]
+        return spoken_turn(request, tokens)
+
+    session = open_session(renderer, answer)
+    begun = [
+        ChatMessage.of_text("user", "is it open?"),
+        ChatMessage.of_text("assistant", "It is: "),
+    ]
+    rest = (
+        [begun[0], ChatMessage.of_text("assistant", "It is: no")]
+        if is_joined
+        else [*begun, ChatMessage.of_text("assistant", "no")]
+    )
+
+    async def talk() -> None:
+        first = await session.chat(begun)
+        assert first.reply.text == "no"
+        await session.chat([*rest, ChatMessage.of_text("user", "sure?")])
+
+    asyncio.run(talk())
+    assert session.graph.num_forks == 0
+    (row,) = session.graph.rows()
+    whole = np.concatenate([row.prompt_tokens, row.tokens])
+    assert renderer.completion_text(whole, skip_special_tokens=False) == (
+        "<|im_start|>user\nis it open?<|im_end|>\n<|im_start|>assistant\nIt is: no<|im_end|>\n"
+        "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"
+    )

@@ -245,11 +245,15 @@ def test_texts_that_spell_a_control_token_together_are_text() -> None:
 
 def test_assistant_keeps_its_tags_of_tool_calls(tmp_path: Path) -> None:
     renderer = byte_level(tmp_path / "model")
-    turn = [say("user", "abc"), say("assistant", "<tool_call>abc</tool_call><|im_end|>")]
-    tokens = control_in(renderer.prompt_tokens(turn), renderer)
+    turns = [
+        say("user", "abc"),
+        say("assistant", "<tool_call>abc</tool_call><|im_end|>"),
+        say("user", "abc"),
+    ]
+    tokens = control_in(renderer.prompt_tokens(turns), renderer)
     control = control_of(renderer)
     assert tokens.count(control["<tool_call>"]) == tokens.count(control["</tool_call>"]) == 1
-    assert tokens.count(control["<|im_end|>"]) == len(turn)
+    assert tokens.count(control["<|im_end|>"]) == len(turns)
 
 
 def test_tags_of_every_tool_format_are_known() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig, RowsConfig
@@ -89,9 +91,14 @@ async def refuse(request: GenerationRequest) -> NoReturn:
     pytest.fail("nothing is sampled")
 
 
-def render_call(renderer: PromptRenderer, messages: list[dict[str, Any]]) -> np.ndarray:
+def render_call(
+    renderer: PromptRenderer,
+    messages: list[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+) -> np.ndarray:
     """Return what the policy reads of a call of OpenAI's chat."""
-    call = ChatCall.model_validate({"messages": messages, "tools": TOOLS})
+    call = ChatCall.model_validate({"messages": messages, "tools": tools})
     history = call.history(open_session(renderer, refuse))
     return renderer.prompt_tokens(history, tools=call.write_tools())
 
@@ -124,7 +131,7 @@ def test_tool_calls_and_thoughts_of_a_target_are_trained_on(renderer: PromptRend
         "<think>\nit is shut\n</think>\n\nno<|im_end|>"
     )
     prompt = renderer.prompt_tokens(row.messages, tools=row.tools)
-    whole = render_call(renderer, [*TALK, ANSWER])
+    whole = render_call(renderer, [*TALK, ANSWER, {"role": "user", "content": "so?"}])
     num_target = len(prompt) + len(target.tokens)
     np.testing.assert_array_equal(np.concatenate([prompt, target.tokens]), whole[:num_target])
 
@@ -229,3 +236,57 @@ def test_people_see_thoughts_and_calls() -> None:
     assert count_text_bytes([message]) == sum(
         map(len, ("assistant", "look", "look", CALL["function"]["arguments"], "call-1"))  # type: ignore[index]
     )
+
+
+BEGUN: list[dict[str, Any]] = [
+    {"role": "user", "content": "is it open?"},
+    {"role": "assistant", "content": "<think>\n"},
+]
+"""A conversation that begins the policy's turn."""
+
+
+def test_a_begun_turn_is_continued_as_transformers_continues_it(
+    renderer: PromptRenderer, folder: Path
+) -> None:
+    row = read_row({"prompt": BEGUN})
+    tokens = renderer.prompt_tokens(row.messages)
+    reference = AutoTokenizer.from_pretrained(folder)
+    expected = reference.apply_chat_template(
+        BEGUN, chat_template=TEMPLATE, continue_final_message=True, tokenize=False
+    )
+    assert expected.endswith("<|im_start|>assistant\n<think>\n")
+    assert renderer.completion_text(tokens, skip_special_tokens=False) == expected
+    np.testing.assert_array_equal(tokens, render_call(renderer, BEGUN, tools=[]))
+
+
+def test_a_target_continues_the_turn_that_its_prompt_begins(renderer: PromptRenderer) -> None:
+    answer = [
+        {"role": "assistant", "content": "shut</think>no"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    row = read_row({"prompt": BEGUN, "answer": answer}, completion_key="answer")
+    (target,) = tokenize_targets(row, renderer=renderer)
+    text = renderer.completion_text(target.tokens, skip_special_tokens=False)
+    assert text == (
+        "shut</think>no<|im_end|><|im_start|>user\nsure?<|im_end|>"
+        "<|im_start|>assistant\nyes<|im_end|>"
+    )
+    trained = target.tokens[target.loss_mask == 1]
+    assert renderer.completion_text(trained, skip_special_tokens=False) == (
+        "shut</think>no<|im_end|>yes<|im_end|>"
+    )
+
+
+def test_prompt_that_ends_with_tool_calls_is_refused(renderer: PromptRenderer) -> None:
+    with pytest.raises(PoisonSample, match="ends with an assistant's message that has tool calls"):
+        render_call(renderer, TALK[:3])
+
+
+def test_assistant_messages_in_a_row_are_not_split_into_prompt_and_target() -> None:
+    talk = [*BEGUN, {"role": "assistant", "content": "no"}]
+    with pytest.raises(ConfigError, match="two assistant messages in a row, 2 and 3; join"):
+        read_row({"talk": talk}, conversation_key="talk", train_on="last")
+    yes = [*BEGUN, {"role": "assistant", "content": "yes"}]
+    with pytest.raises(ConfigError, match="two assistant messages in a row, 2 and 3; join"):
+        read_row({"good": talk, "bad": yes}, chosen_key="good", rejected_key="bad", prompt_key="")
