@@ -15,6 +15,7 @@ import typing
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -160,7 +161,7 @@ def api_page() -> str:
 def _describe_member(name: str, member: Any) -> str:
     """The row of a name: its signature, those of its methods, and what it is."""
     summary = (inspect.getdoc(member) or "").partition("\n\n")[0]
-    if not callable(member):
+    if not callable(member) or isinstance(member, GenericAlias):
         return f"| `{name}` | `{member!r}` |"
     has_no_signature = isinstance(member, type) and issubclass(member, Enum | Exception | BaseModel)
     signatures = [name if has_no_signature else f"{name}{_show_signature(member)}"]

@@ -1,5 +1,5 @@
 """Finds and loads plugins: roles, engines, trainer backends, optimizers, rewards, environments,
-algorithms, trackers and exporters of samples.
+algorithms, trackers, exporters of samples, and the page and the report of a run.
 
 A plugin is an installed entry point, or `path/to/file.py:Name`, which needs no package.
 """
@@ -32,6 +32,7 @@ TRACKERS = "relax_events.trackers"
 OPTIMIZERS = "relax_events.optimizers"
 PROMPT_SOURCES = "relax_events.prompt_sources"
 EXPORTERS = "relax_events.exporters"
+PAGES, REPORTS = "relax_events.pages", "relax_events.reports"
 CLASS, FUNCTION = type, Callable
 NAMES = {CLASS: "class", FUNCTION: "function"}
 
@@ -162,6 +163,18 @@ def list_installed(group: str) -> dict[str, EntryPoint]:
     file of every installed package.
     """
     return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def load_installed(group: str) -> list[Any]:
+    """Load all entry points of a group; those of a package whose files are gone are left out."""
+    loaded = []
+    for entry in list_installed(group).values():
+        try:
+            loaded.append(entry.load())
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{entry.module}.".startswith(f"{error.name}."):
+                raise
+    return loaded
 
 
 class UncachedLoader(SourceFileLoader):

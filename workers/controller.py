@@ -39,7 +39,6 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import count_unhealthy_partitions
 from relax_events.kafka.protocol.queue_lag import read_queue_lag
 from relax_events.kafka.security.acls import build_run_prefix
-from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
 from relax_events.objects.marker import claim_store, find_logged_marker, require_marker
 from relax_events.ops.run_purger import Purger
 from relax_events.projections.base import ProjectionGroup
@@ -50,6 +49,7 @@ from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.control_follower import GATHER, RECENT_VERSIONS, ControlFollower
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.failpoints import failpoint
+from relax_events.runtime.parent_watch import SUPERVISOR_PID_VARIABLE
 from relax_events.runtime.run_description import ParentRun, build_run_description, is_recorded
 from relax_events.runtime.worker import Worker
 from relax_events.topics.names import AUDIT, COMMANDS

@@ -1,5 +1,6 @@
 """The events on the topics, and the types of their fields."""
 
+from relax_events.events.generations import get_trajectory_key
 from relax_events.events.parts import (
     ChatMessage,
     CheckpointRef,
@@ -77,5 +78,6 @@ __all__ = [
     "VersionSegment",
     "WorkerHeartbeat",
     "WorkerState",
+    "get_trajectory_key",
     "now_micros",
 ]

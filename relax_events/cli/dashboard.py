@@ -28,9 +28,15 @@ def dashboard(
         link: Print another link to the page that this account serves on the port, and exit.
     """
     from relax_events.cli.run_reader import reader_may_leave
-    from relax_events.dashboard.access import PageAccess
-    from relax_events.dashboard.registry import RunRegistry
-    from relax_events.dashboard.server import HOST, build_server, build_url, give_way, open_port
+    from relax_events.packages.dashboard.access import PageAccess
+    from relax_events.packages.dashboard.registry import RunRegistry
+    from relax_events.packages.dashboard.server import (
+        HOST,
+        build_server,
+        build_url,
+        give_way,
+        open_port,
+    )
 
     first, cluster = broker.find(run)
     run_id = first.run.id if first else run

@@ -20,11 +20,10 @@ def report(config: Path, *overrides: str) -> int:
     """
     from relax_events.cli.output import print_progress
     from relax_events.config import load_run_config
-    from relax_events.dashboard.snapshot import write_snapshot
     from relax_events.errors import CheckFailed
     from relax_events.history.runs.replay import resolve_parent
     from relax_events.reports.reading_progress import ReadingProgress
-    from relax_events.reports.run_report import rewrite_report
+    from relax_events.reports.run_report import find_report, rewrite_report
     from relax_events.session.broker_address import attach, open_admin, require_run
     from relax_events.session.defaults import resolve_defaults
     from relax_events.session.resume import known_settings, read_last_session
@@ -38,13 +37,12 @@ def report(config: Path, *overrides: str) -> int:
             settings, earlier_config=known_settings(settings, read_last_session(settings))
         )
         written, ledger = rewrite_report(settings, on_progress=ReadingProgress(print_progress))
-        write_snapshot(settings, written)
     outcome = "reached its goal" if written["succeeded"] else "did not reach its goal"
     print(
         f"run {written['run_id']} {outcome} at step {written['steps']} of "
         f"{written['num_steps']}: {written['reason']}"
     )
-    print(settings.run_directory / "report.html")
+    print(find_report(settings.run_directory))
     print(f"export the model: {written['export_command']}")
     for problem in ledger.problems():
         print(f"BROKEN  {problem}")

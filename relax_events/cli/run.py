@@ -71,11 +71,11 @@ def worker(
             replicas that are started alike.
     """
     from relax_events.config import load_run_config
-    from relax_events.launcher.parent_watch import (
+    from relax_events.runtime.hosting import SEPARATOR, host_workers
+    from relax_events.runtime.parent_watch import (
         drain_when_supervisor_exits,
         worker_index_from_hostname,
     )
-    from relax_events.runtime.hosting import SEPARATOR, host_workers
     from relax_events.runtime.private_files import keep_private
     from relax_events.session.broker_address import attach, open_admin
     from relax_events.session.resume import resolve_worker_config

@@ -180,7 +180,7 @@ RUN_API, GATEWAY, PAGE, MODEL_SERVER = (
     for name, module in (
         ("run API", "relax_events.controller.api"),
         ("gateway", "relax_events.gateway.app"),
-        ("dashboard", "relax_events.dashboard.app"),
+        ("dashboard", "relax_events.packages.dashboard.app"),
         ("relax serve", "relax_events.gateway.model_app"),
     )
 )

@@ -9,7 +9,6 @@ from typing import Any
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.dashboard.snapshot import write_snapshot
 from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
 from relax_events.events.types import RunCommanded
 from relax_events.history.ledger import OnProgress
@@ -76,7 +75,7 @@ class ClosingReport:
     def _write(
         self, wall_seconds: float, *, succeeded: bool, reason: str
     ) -> tuple[dict[str, Any], Ledger]:
-        report, ledger = write_final_report(
+        return write_final_report(
             self.config,
             wall_seconds=wall_seconds,
             total_seconds=partial(self.sessions.total_seconds, wall_seconds),
@@ -84,8 +83,6 @@ class ClosingReport:
             reason=reason,
             on_progress=self._make_progress(),
         )
-        write_snapshot(self.config, report)
-        return report, ledger
 
     def _make_progress(self) -> OnProgress:
         """Return what shows how far the check is, and ends it after a signal: nothing else runs any

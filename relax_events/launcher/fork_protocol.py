@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
 from relax_events.objects.credentials import remove_store_credentials
+from relax_events.runtime.parent_watch import SUPERVISOR_PID_VARIABLE
 from relax_events.session.principals import SHARED_VARIABLES
 
 MAX_BYTES = 2**20

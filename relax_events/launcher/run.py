@@ -28,7 +28,6 @@ from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
-from relax_events.launcher.run_page import offer_page
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.worker_processes import run_modules
@@ -37,6 +36,7 @@ from relax_events.ops.schemas import publish_schemas
 from relax_events.ops.security import admin_connection, apply_security
 from relax_events.ops.topic_apply import apply_topics
 from relax_events.planning.derived import LEAST_DRAIN_SECONDS
+from relax_events.plugins import PAGES, load_installed
 from relax_events.projections.base import ProjectionGroup
 from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
 from relax_events.projections.scaling import ScaleState
@@ -134,9 +134,7 @@ class RunSession:
             admin = Admin(replace(lag_connection, request_timeout_seconds=LAG_TIMEOUT_SECONDS))
             stack.callback(admin.close)
             resolved = self._write_resolved()
-            stack.enter_context(
-                offer_page(self._config, run_file=resolved, show=display.show_address)
-            )
+            offer_pages(self._config, resolved, display, stack=stack)
             supervisor = Supervisor(self._config, resolved, starter)
             follower = self._follow(stack)
             require_fitting_model(self._config, follower.latest)
@@ -362,3 +360,26 @@ class RunSession:
                 log.debug("consumer_lag.read_failed", error=str(error))
         with self._lock:
             display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
+
+
+def offer_pages(
+    config: RunConfig, run_file: Path, display: ProgressDisplay, *, stack: ExitStack
+) -> None:
+    """Offer the pages of a run that packages bring, unless they are turned off.
+
+    Args:
+        config: The run.
+        run_file: Its resolved run file.
+        display: Shows their addresses, or that there is none.
+        stack: Ends them.
+    """
+    if not config.telemetry.dashboard:
+        return
+    pages = load_installed(PAGES)
+    for offer in pages:
+        stack.enter_context(offer(config, run_file=run_file, show=display.show_address))
+    if not pages:
+        display.print_line(
+            "this run has no page: no installed package offers one; reinstall relax-events, which "
+            "brings relax_events.packages.dashboard"
+        )

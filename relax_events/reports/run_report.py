@@ -13,6 +13,7 @@ from relax_events.events.parts import now_micros
 from relax_events.history.ledger import OnProgress, read_ledger
 from relax_events.history.run_log import RunLog
 from relax_events.history.runs.replay import read_source_curves
+from relax_events.plugins import REPORTS, load_installed
 from relax_events.projections.base import apply_events
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
@@ -78,7 +79,7 @@ def write_final_report(
         total_seconds=total_seconds([step.committed_at for step in state.steps]),
         source=read_source_curves(config, [step.train_step for step in state.steps]),
     )
-    write_report(config, report)
+    _write_files(config, report)
     return report, ledger
 
 
@@ -118,8 +119,20 @@ def rewrite_report(config: RunConfig, *, on_progress: OnProgress) -> tuple[dict[
         ended_at=ended_at,
         source=read_source_curves(config, [step.train_step for step in state.steps]),
     )
-    write_report(config, report)
+    _write_files(config, report)
     return report, ledger
+
+
+def _write_files(config: RunConfig, report: Mapping[str, Any]) -> None:
+    write_report(config, report)
+    for write in load_installed(REPORTS):
+        write(config, report)
+
+
+def find_report(folder: Path) -> Path:
+    """Return the report to open: the page, or its data where no package has written a page."""
+    page = folder / "report.html"
+    return page if page.exists() else folder / "report.json"
 
 
 def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
@@ -141,4 +154,4 @@ def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
             f" ({report['steps_of_session']} steps in {report['wall_seconds']:.0f} s since it "
             "was resumed)"
         )
-    return f"{text}; report: {folder / 'report.html'}"
+    return f"{text}; report: {find_report(folder)}"

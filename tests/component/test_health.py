@@ -13,8 +13,8 @@ import pytest
 from relax_events.cli.health import VARIABLE, health
 from relax_events.config import TelemetryConfig
 from relax_events.errors import CheckFailed, ConfigError
-from relax_events.launcher import parent_watch as replicas
-from relax_events.launcher.parent_watch import worker_index_from_hostname
+from relax_events.runtime import parent_watch as replicas
+from relax_events.runtime.parent_watch import worker_index_from_hostname
 from relax_events.telemetry.endpoint import WorkerEndpoint
 from relax_events.telemetry.metrics import WorkerMetrics
 

@@ -24,9 +24,6 @@ from relax_events.controller.api_client import ScaleClient
 from relax_events.controller.api_server import ApiEndpointFile, ApiServer, require_api_port
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
-from relax_events.dashboard.access import PageAccess
-from relax_events.dashboard.app import build_app as build_page
-from relax_events.dashboard.registry import RunRegistry
 from relax_events.engines.sglang.server import SGLangServer
 from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.gateway.server import GatewayServer
@@ -37,6 +34,9 @@ from relax_events.http.tls import TlsFiles, choose_run_tls, choose_tls, open_cli
 from relax_events.kafka.security.certificates import make_authority, make_broker_certificate
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.machine_checks import check_harness_address
+from relax_events.packages.dashboard.access import PageAccess
+from relax_events.packages.dashboard.app import build_app as build_page
+from relax_events.packages.dashboard.registry import RunRegistry
 from relax_events.projections.scaling import ScaleState
 from tests.unit.run_events import run_config
 

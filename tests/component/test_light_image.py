@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import relax_events.cli
-import relax_events.dashboard
+import relax_events.packages.dashboard
 
 ROOT = Path(__file__).parents[2]
 LIGHT_ROLES = ("controller", "metrics", "prompter", "reward", "advantage")
@@ -38,11 +38,11 @@ def test_light_image_has_what_its_commands_and_roles_import() -> None:
     assert {"torch", "transformers"} <= absent
     modules = [
         f"{package.__name__}.{module.name}"
-        for package in (relax_events.cli, relax_events.dashboard)
+        for package in (relax_events.cli, relax_events.packages.dashboard)
         for module in pkgutil.iter_modules(package.__path__)
         if module.name != "__main__"
     ]
-    assert "relax_events.dashboard.details" in modules
+    assert "relax_events.packages.dashboard.details" in modules
     workers = [f"workers.{role.replace('-', '_')}" for role in LIGHT_ROLES]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, ",".join(absent), *modules, *workers],

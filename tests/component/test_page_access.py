@@ -14,10 +14,10 @@ import pytest
 from relax_events.attacks.served_app import serving
 from relax_events.cli.dashboard import dashboard
 from relax_events.cli.parameters import BrokerOptions
-from relax_events.dashboard.access import LINK_SECONDS, PageAccess
-from relax_events.dashboard.app import build_app
-from relax_events.dashboard.registry import RunRegistry
 from relax_events.errors import ConfigError
+from relax_events.packages.dashboard.access import LINK_SECONDS, PageAccess
+from relax_events.packages.dashboard.app import build_app
+from relax_events.packages.dashboard.registry import RunRegistry
 from tests.page_login import log_in, login_headers, open_link
 
 PAGE = "text/html,application/xhtml+xml"

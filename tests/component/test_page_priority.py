@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import os, threading
 from pathlib import Path
-from relax_events.dashboard.server import give_way
+from relax_events.packages.dashboard.server import give_way
 
 release = threading.Event()
 before = threading.Thread(target=release.wait)

@@ -54,7 +54,7 @@ def test_other_session_is_listed_only_while_its_process_lives(tmp_path: Path) ->
         assert last.total_seconds(5.0, [last.earlier[0].started_at + 7 * SECOND]) >= 5.0
 
 
-def test_closing_line_reports_the_whole_run_and_the_resumed_session() -> None:
+def test_closing_line_reports_the_whole_run_and_the_resumed_session(tmp_path: Path) -> None:
     report = {
         "reward_first": 0.1,
         "curves": {"reward_mean": [0.1, 0.3, 0.5], "loss": [2.0, 1.5, 1.0]},
@@ -62,12 +62,13 @@ def test_closing_line_reports_the_whole_run_and_the_resumed_session() -> None:
         "total_seconds": 61.2,
     }
     resumed = report | {"steps_of_session": 1, "wall_seconds": 19.0}
-    assert format_closing_line(resumed, Path("r")) == (
+    assert format_closing_line(resumed, tmp_path) == (
         "reward 0.100 -> 0.500 in 3 steps, 61 s (1 steps in 19 s since it was resumed); "
-        "report: r/report.html"
+        f"report: {tmp_path}/report.json"
     )
     alone = report | {"steps_of_session": 3, "wall_seconds": 61.2, "reward_first": None}
+    (tmp_path / "report.html").touch()
     assert (
-        format_closing_line(alone, Path("r"))
-        == "loss 2.000 -> 1.000 in 3 steps, 61 s; report: r/report.html"
+        format_closing_line(alone, tmp_path)
+        == f"loss 2.000 -> 1.000 in 3 steps, 61 s; report: {tmp_path}/report.html"
     )

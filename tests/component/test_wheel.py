@@ -14,7 +14,7 @@ ELSEWHERE = {
     "configs": "relax_events/launcher/run_file/configs",
 }
 """Folders of the checkout that the wheel has within the package."""
-ALERTS = "relax_events/dashboard/alerts.md"
+ALERTS = "relax_events/packages/dashboard/alerts.md"
 
 
 @pytest.fixture(scope="module")

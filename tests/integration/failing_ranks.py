@@ -13,7 +13,7 @@ import numpy as np
 
 from relax_events import cli
 from relax_events.errors import ConfigError, Fenced, RelaxError
-from relax_events.launcher.parent_watch import drain_when_supervisor_exits
+from relax_events.runtime.parent_watch import drain_when_supervisor_exits
 from relax_events.training.distributed import open_ranks
 
 FAILURES: dict[str, RelaxError] = {

@@ -19,14 +19,14 @@ from event_samples import changed, ready, rolled_out, scored
 from written_run import WrittenRun
 
 from relax_events.config import RunConfig
-from relax_events.dashboard.access import PageAccess
-from relax_events.dashboard.registry import RunRegistry
-from relax_events.dashboard.server import build_server, build_url, open_port
-from relax_events.dashboard.snapshot import write_snapshot
 from relax_events.events.parts import ChatMessage, Outcome
 from relax_events.history.cluster import Cluster
 from relax_events.kafka.records import ProducerRecord
-from relax_events.launcher.run_page import RunPage, offer_page
+from relax_events.packages.dashboard.access import PageAccess
+from relax_events.packages.dashboard.registry import RunRegistry
+from relax_events.packages.dashboard.run_page import RunPage, offer_page
+from relax_events.packages.dashboard.server import build_server, build_url, open_port
+from relax_events.packages.dashboard.snapshot import write_snapshot
 from relax_events.reports.run_report import rewrite_report
 from tests.axe import fetch_axe, find_violations
 from tests.chromium import Chromium, find_chromium
@@ -426,12 +426,11 @@ def servers_of(run_file: Path) -> list[int]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"telemetry": {"dashboard": False}},
         {"broker": {"username": "someone"}},
         {"broker": {"client": {"security.protocol": "SSL"}}},
     ],
 )
-def test_run_offers_no_page_where_it_is_turned_off_or_the_broker_asks_for_credentials(
+def test_run_offers_no_page_where_the_broker_asks_for_credentials(
     written: WrittenRun, tmp_path: Path, changes: dict[str, dict[str, Any]]
 ) -> None:
     config = written.config

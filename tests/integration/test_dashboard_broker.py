@@ -11,11 +11,11 @@ import pytest
 from small_settings import small_run
 from written_run import WrittenRun
 
-from relax_events.dashboard.access import PageAccess
-from relax_events.dashboard.registry import RunRegistry
-from relax_events.dashboard.server import build_server, build_url, open_port
 from relax_events.history.cluster import Cluster
 from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.packages.dashboard.access import PageAccess
+from relax_events.packages.dashboard.registry import RunRegistry
+from relax_events.packages.dashboard.server import build_server, build_url, open_port
 from tests.chromium import Chromium, find_chromium
 
 GROUPS = ("000000-0000-0", "000000-0001-0")

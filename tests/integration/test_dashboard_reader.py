@@ -14,9 +14,9 @@ from event_samples import rolled_out
 from small_settings import small_run
 from written_run import WrittenRun
 
-from relax_events.dashboard import run_reader
-from relax_events.dashboard.run_reader import RunReader
 from relax_events.kafka.log_reader import LogReader
+from relax_events.packages.dashboard import run_reader
+from relax_events.packages.dashboard.run_reader import RunReader
 
 NUM_OLD = 24
 SECONDS = 120.0

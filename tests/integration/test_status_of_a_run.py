@@ -12,9 +12,6 @@ from event_samples import published
 
 from relax_events.cli.app import app
 from relax_events.config import RunConfig
-from relax_events.dashboard.registry import RunRegistry
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.dashboard.views import build_fleet, build_summary
 from relax_events.errors import BrokerRefused, CheckFailed
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState, now_micros
@@ -22,6 +19,9 @@ from relax_events.events.types import WorkerHeartbeat
 from relax_events.history.cluster import Cluster
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
+from relax_events.packages.dashboard.registry import RunRegistry
+from relax_events.packages.dashboard.run_reader import RunReader
+from relax_events.packages.dashboard.views import build_fleet, build_summary
 from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan
 

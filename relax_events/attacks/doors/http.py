@@ -107,8 +107,8 @@ def serve_gateway(folder: Path) -> Iterator[tuple[str, Target]]:
 @contextmanager
 def serve_page(folder: Path) -> Iterator[tuple[str, Target]]:
     """Serve the dashboard of no run."""
-    from relax_events.dashboard.access import PageAccess
-    from relax_events.dashboard.app import build_app
+    from relax_events.packages.dashboard.access import PageAccess
+    from relax_events.packages.dashboard.app import build_app
 
     access = PageAccess(folder)
     with serving(build_app(cast("Any", None), access, host="127.0.0.1")) as url:

@@ -15,7 +15,7 @@ import yaml
 
 from relax_events.config import RunConfig
 from relax_events.controller.metrics import HealthMetrics, RunMetrics
-from relax_events.dashboard.registry import find_runbook
+from relax_events.packages.dashboard.registry import find_runbook
 from relax_events.projections.health import HealthState
 from relax_events.projections.run_state import RunState
 from relax_events.telemetry.metrics import ErrorMetrics, WorkerMetrics

@@ -9,9 +9,9 @@ import orjson
 import pytest
 from event_samples import rolled_out
 
-from relax_events.dashboard import answers as answers_module
-from relax_events.dashboard.answers import MAX_ANSWERS, Answer, Answers, Bell, Remembered
-from relax_events.dashboard.recent_texts import EXCERPT, MAX_TEXTS, RecentTexts
+from relax_events.packages.dashboard import answers as answers_module
+from relax_events.packages.dashboard.answers import MAX_ANSWERS, Answer, Answers, Bell, Remembered
+from relax_events.packages.dashboard.recent_texts import EXCERPT, MAX_TEXTS, RecentTexts
 
 
 @pytest.fixture

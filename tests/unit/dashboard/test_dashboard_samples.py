@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from event_samples import ended
 
-from relax_events.dashboard.sample_columns import (
+from relax_events.errors import ConfigError
+from relax_events.events.parts import Outcome
+from relax_events.packages.dashboard.sample_columns import (
     Columns,
     NewSample,
     SampleQuery,
@@ -16,8 +18,6 @@ from relax_events.dashboard.sample_columns import (
     decode_group,
     encode_group,
 )
-from relax_events.errors import ConfigError
-from relax_events.events.parts import Outcome
 
 FINISHES = ("stop", "length")
 

@@ -9,17 +9,17 @@ import pytest
 from event_samples import ended
 from run_events import make_heartbeat, run_config, train_step
 
-from relax_events.dashboard.alarms import find_alarms
-from relax_events.dashboard.app import parse_query
-from relax_events.dashboard.details import rounds
-from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.run_reader import ReaderStatus
-from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
-from relax_events.dashboard.score_join import read_source
-from relax_events.dashboard.views import group_curves, thin
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import MetricsReported, RunCommanded
+from relax_events.packages.dashboard.alarms import find_alarms
+from relax_events.packages.dashboard.app import parse_query
+from relax_events.packages.dashboard.details import rounds
+from relax_events.packages.dashboard.run_fold import RunFold
+from relax_events.packages.dashboard.run_reader import ReaderStatus
+from relax_events.packages.dashboard.sample_columns import NewSample, SampleTable, encode_group
+from relax_events.packages.dashboard.score_join import read_source
+from relax_events.packages.dashboard.views import group_curves, thin
 from relax_events.projections.run_status import decide_status
 
 

@@ -5,9 +5,9 @@ from io import BytesIO
 import numpy as np
 from PIL import Image
 
-from relax_events.dashboard.details import MAX_FRAMES, MAX_SIDE, encode_png, select_frames
 from relax_events.events.parts import MediaRef
 from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.packages.dashboard.details import MAX_FRAMES, MAX_SIDE, encode_png, select_frames
 
 REFERENCE = MediaRef("file:///media", bytes(32), "video/mp4", 3)
 

@@ -8,9 +8,9 @@ from io import StringIO
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.dashboard.views import build_overview, build_summary
 from relax_events.events.types import TrainStepCommitted
+from relax_events.packages.dashboard.run_reader import RunReader
+from relax_events.packages.dashboard.views import build_overview, build_summary
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
 from relax_events.projections.step_rates import compute_rates

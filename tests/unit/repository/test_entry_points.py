@@ -34,7 +34,7 @@ LAUNCHERS = {
     "kafka/embedded/java.py": "the embedded broker and its tools",
     "launcher/fork_client.py": "the fork server, which has no foreign bytes",
     "launcher/preparation.py": "our own commands",
-    "launcher/run_page.py": "our own page",
+    "packages/dashboard/run_page.py": "our own page",
     "session/gpus.py": "asks the driver for its GPUs",
 }
 """The modules that start processes, and what they start."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.errors import ConfigError
-from relax_events.plugins import ENGINES, find_plugin
+from relax_events.plugins import ENGINES, PAGES, find_plugin, load_installed
 
 pytestmark = pytest.mark.unit
 SOURCE = """
@@ -90,3 +90,21 @@ def test_plugin_lists_the_classes_of_a_file_for_an_unknown_class_name(
         ConfigError, match=r"engine.name: .*other.py has no class 'Mine', only Other"
     ):
         find_plugin(ENGINES, f"{file}:Mine", what="engine.name").load()
+
+
+def test_installed_plugins_without_their_files_are_left_out_and_other_failures_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "page_of_a_test.py").write_text("def offer(): ...\n")
+    (tmp_path / "page_without_its_import.py").write_text("import a_missing_package\n")
+    entries = {
+        name: EntryPoint(name, f"{name}:offer", PAGES)
+        for name in ("page_of_a_test", "deleted_package.page", "page_without_its_import")
+    }
+    broken = entries.pop("page_without_its_import")
+    monkeypatch.setattr("relax_events.plugins.list_installed", lambda group: entries)
+    assert [offer.__name__ for offer in load_installed(PAGES)] == ["offer"]
+    entries[broken.name] = broken
+    with pytest.raises(ModuleNotFoundError, match="a_missing_package"):
+        load_installed(PAGES)

@@ -14,7 +14,7 @@ PROCESS_STARTS = {
     "relax_events/kafka/embedded/process.py": "the embedded broker",
     "relax_events/launcher/fork_client.py": "the fork server, which lives as long as a run",
     "relax_events/launcher/fork_server.py": "workers, forked",
-    "relax_events/launcher/run_page.py": "the page of a run",
+    "relax_events/packages/dashboard/run_page.py": "the page of a run",
     "relax_events/sandbox/inside/entry.py": "programs within the sandbox",
     "relax_events/sandbox/runner.py": "the sandbox's first process, which is handed descriptors",
 }

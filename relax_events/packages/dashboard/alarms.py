@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.dashboard.views import group_curves, recent_share
-from relax_events.events.parts import WorkerState, now_micros
-from relax_events.events.types import WorkerHeartbeat
-from relax_events.projections.run_status import compute_silence_limit, find_live_workers
-from relax_events.projections.step_rates import compute_rates
+from relax_events.api.events import WorkerHeartbeat, WorkerState, now_micros
+from relax_events.api.runs import compute_rates, compute_silence_limit, find_live_workers
+from relax_events.packages.dashboard.run_fold import RunFold
+from relax_events.packages.dashboard.run_reader import RunReader
+from relax_events.packages.dashboard.views import group_curves, recent_share
 
 MICROS = 1e6
 RECENT_STEPS = 20

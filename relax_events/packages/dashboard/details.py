@@ -16,26 +16,37 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from relax_events.config import RunConfig
-from relax_events.dashboard.recent_texts import excerpt_texts
-from relax_events.dashboard.sample_columns import SamplePosition, SampleTable
+from relax_events.api.errors import ConfigError, EnvironmentProblem, ObjectError
+from relax_events.api.events import (
+    ChatMessage,
+    MediaRef,
+    SampleReady,
+    SampleRolledOut,
+    SampleScored,
+)
+from relax_events.api.log import (
+    REWARD_SCORES,
+    ROLLOUT_SAMPLES,
+    TRAINING_SAMPLES,
+    RunLog,
+    open_admin,
+)
+from relax_events.api.runs import (
+    RunConfig,
+    read_sample_events,
+    sample_lineage,
+    token_rows,
+    version_lineage,
+)
 from relax_events.data.messages import describe_message
-from relax_events.errors import ConfigError, EnvironmentProblem, ObjectError
-from relax_events.events.parts import ChatMessage, MediaRef
-from relax_events.events.types import SampleReady, SampleRolledOut, SampleScored
-from relax_events.history.lineage.reader import sample_lineage
-from relax_events.history.lineage.version import version_lineage
-from relax_events.history.run_log import RunLog
-from relax_events.history.samples.detail import token_rows
-from relax_events.history.samples.reader import read_sample_events
 from relax_events.media.audio import encode_wav
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.ops.consumer_lag import read_partition_lag, sum_by_slot
 from relax_events.ops.dead_letters import read_dead_letter, read_dead_letters
 from relax_events.ops.topic_tail import read_record
-from relax_events.session.broker_address import open_admin
-from relax_events.topics.names import REWARD_SCORES, ROLLOUT_SAMPLES, TRAINING_SAMPLES
+from relax_events.packages.dashboard.recent_texts import excerpt_texts
+from relax_events.packages.dashboard.sample_columns import SamplePosition, SampleTable
 
 MAX_SIDE = 320
 MAX_FRAMES = 8

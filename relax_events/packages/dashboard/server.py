@@ -1,26 +1,33 @@
-"""Serves the page on this machine until it is interrupted."""
+"""Serves the page on this machine until it is interrupted. As a program it serves the page of one
+`relax run`: python -m ... RUN_FILE LISTENER_FD.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from relax_events.dashboard.access import PageAccess
-from relax_events.dashboard.registry import RunRegistry
-from relax_events.errors import EnvironmentProblem
-from relax_events.http.server import (
+from relax_events.api.errors import EnvironmentProblem
+from relax_events.api.http import (
     build_server_config,
     build_url,
+    drain_when_supervisor_exits,
     find_missing_package,
     open_listener,
 )
+from relax_events.api.log import Cluster
+from relax_events.api.runs import load_run_config
+from relax_events.packages.dashboard.access import PageAccess
+from relax_events.packages.dashboard.registry import RunRegistry
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 512
 SHUTDOWN_SECONDS = 2
+DRAIN_SECONDS = 5.0
 NICENESS, LOWEST_PRIORITY = 10, 19
 
 
@@ -62,7 +69,7 @@ def build_server(registry: RunRegistry, access: PageAccess) -> Any:
     """Return uvicorn's server of the page; `run(sockets=[listener])` serves until its end."""
     import uvicorn
 
-    from relax_events.dashboard.app import build_app
+    from relax_events.packages.dashboard.app import build_app
 
     settings = build_server_config(
         build_app(registry, access, host=HOST),
@@ -73,4 +80,20 @@ def build_server(registry: RunRegistry, access: PageAccess) -> Any:
     return uvicorn.Server(settings)
 
 
+def main(run_file: str, listener_fd: str) -> None:
+    """Serve until SIGTERM, or until `relax run` exits."""
+    give_way()
+    drain_when_supervisor_exits(drain_seconds=DRAIN_SECONDS)
+    config = load_run_config(Path(run_file))
+    registry = RunRegistry(Cluster.from_run_file(config), first=config)
+    try:
+        with socket.socket(fileno=int(listener_fd)) as listener:
+            build_server(registry, PageAccess(config.run.directory)).run(sockets=[listener])
+    finally:
+        registry.close()
+
+
 __all__ = ["HOST", "build_server", "build_url", "give_way", "open_port"]
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

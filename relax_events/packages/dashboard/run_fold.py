@@ -10,18 +10,15 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from relax_events.config import RunConfig
-from relax_events.events.types import (
-    Event,
+from relax_events.api.events import (
     MetricsReported,
     PolicyVersionPublished,
     RunCommanded,
     TrainStepCommitted,
     WorkerHeartbeat,
 )
-from relax_events.projections.health import HealthState
-from relax_events.projections.run_state import RunState
-from relax_events.projections.step_rates import StepCurves
+from relax_events.api.runs import HealthState, RunConfig, RunState, StepCurves
+from relax_events.events.types import Event
 
 MAX_REPORTS = 720
 """Reports of a worker that are kept: an hour at the default interval."""

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from relax_events.config import RunConfig
+from relax_events.api.errors import AccessDenied
+from relax_events.api.log import RecordProducer
+from relax_events.api.runs import RunConfig
 from relax_events.controller.api_client import ScaleClient
 from relax_events.controller.api_server import ApiEndpointFile
-from relax_events.dashboard.details import open_log
-from relax_events.errors import AccessDenied
-from relax_events.kafka.producer import RecordProducer
 from relax_events.ops import dead_letters
+from relax_events.packages.dashboard.details import open_log
 
 MAX_IDS = 1000
 

@@ -14,22 +14,30 @@ from fastapi import APIRouter, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
-from relax_events.dashboard import actions, details, views
-from relax_events.dashboard.access import COOKIE_SECONDS, NO_LINK, READER, PageAccess, cookie_name
-from relax_events.dashboard.alarms import list_alarms
-from relax_events.dashboard.answers import encode_json
-from relax_events.dashboard.registry import OpenRun, RunRegistry, find_runbook
-from relax_events.dashboard.sample_columns import SampleQuery
-from relax_events.errors import (
-    AccessDenied,
-    BrokerError,
-    CheckFailed,
-    ConfigError,
-    RelaxError,
+from relax_events.api.errors import AccessDenied, BrokerError, CheckFailed, ConfigError, RelaxError
+from relax_events.api.http import (
+    App,
+    GuardLimits,
+    Message,
+    Receive,
+    RequestGuard,
+    RequestHead,
+    Send,
+    read_identity,
 )
 from relax_events.history.samples.filter import UNBOUNDED, parse_bounds
-from relax_events.http.guard import App, GuardLimits, Message, Receive, RequestGuard, Send
-from relax_events.http.identity import RequestHead, read_identity
+from relax_events.packages.dashboard import actions, details, views
+from relax_events.packages.dashboard.access import (
+    COOKIE_SECONDS,
+    NO_LINK,
+    READER,
+    PageAccess,
+    cookie_name,
+)
+from relax_events.packages.dashboard.alarms import list_alarms
+from relax_events.packages.dashboard.answers import encode_json
+from relax_events.packages.dashboard.registry import OpenRun, RunRegistry, find_runbook
+from relax_events.packages.dashboard.sample_columns import SampleQuery
 
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import structlog
 
-from relax_events.config import RunConfig
-from relax_events.dashboard import details, views
-from relax_events.dashboard.alarms import list_alarms
-from relax_events.dashboard.registry import find_runbook
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.dashboard.sample_columns import SampleQuery, SampleTable
-from relax_events.errors import RelaxError
-from relax_events.events.parts import now_micros
-from relax_events.history.run_log import RunLog
+from relax_events.api.errors import RelaxError
+from relax_events.api.events import now_micros
+from relax_events.api.log import RunLog
+from relax_events.api.runs import RunConfig
+from relax_events.packages.dashboard import details, views
+from relax_events.packages.dashboard.alarms import list_alarms
+from relax_events.packages.dashboard.registry import find_runbook
+from relax_events.packages.dashboard.run_reader import RunReader
+from relax_events.packages.dashboard.sample_columns import SampleQuery, SampleTable
 
 log = structlog.get_logger()
 WINDOWS = (30, 120, 600, 3600, 21600)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.sample_columns import NewSample, SampleTable, encode_group
-from relax_events.events.generations import get_trajectory_key
-from relax_events.events.types import SampleRolledOut, SampleScored
+from relax_events.api.events import SampleRolledOut, SampleScored, get_trajectory_key
+from relax_events.packages.dashboard.run_fold import RunFold
+from relax_events.packages.dashboard.sample_columns import NewSample, SampleTable, encode_group
 
 MAX_JOINING = 50_000
 

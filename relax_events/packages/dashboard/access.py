@@ -21,8 +21,8 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import parse_qs, urlencode
 
-from relax_events.errors import ConfigError
-from relax_events.http.identity import Identity, RequestHead
+from relax_events.api.errors import ConfigError
+from relax_events.api.http import Identity, RequestHead
 
 FOLDER = "page"
 TOKEN_BYTES = 16

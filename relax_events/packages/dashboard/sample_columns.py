@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.errors import ConfigError, CorruptRecord
-from relax_events.events.parts import FinishReason, Outcome
-from relax_events.events.types import PromptGroupEnded
+from relax_events.api.errors import ConfigError, CorruptRecord
+from relax_events.api.events import FinishReason, Outcome, PromptGroupEnded
 from relax_events.staleness import IssuedGroup
 
 Rows = NDArray[np.int64]

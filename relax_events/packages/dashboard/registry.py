@@ -7,14 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from relax_events.config import RunConfig
-from relax_events.dashboard.answers import Answers, Bell, Remembered
-from relax_events.dashboard.details import list_dead_letters, open_log, read_lag
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.errors import ConfigError
-from relax_events.history.cluster import Cluster
-from relax_events.history.runs.listing import RunLister, read_run
-from relax_events.kafka.connection import Connection
+from relax_events.api.errors import ConfigError
+from relax_events.api.log import Cluster, Connection
+from relax_events.api.runs import RunConfig, RunLister, read_run
+from relax_events.packages.dashboard.answers import Answers, Bell, Remembered
+from relax_events.packages.dashboard.details import list_dead_letters, open_log, read_lag
+from relax_events.packages.dashboard.run_reader import RunReader
 from relax_events.runtime.run_description import SHAPE_KEYS
 
 MAX_OPEN = 4
@@ -123,7 +121,7 @@ def find_runbook(alert: str) -> str:
         ConfigError: The page has no such alert.
     """
     here = Path(__file__).parent
-    packaged, checkout = here / "alerts.md", here.parents[1] / "docs" / "how-to" / "alerts.md"
+    packaged, checkout = here / "alerts.md", here.parents[2] / "docs" / "how-to" / "alerts.md"
     text = (packaged if packaged.is_file() else checkout).read_text("utf-8")
     for section in text.split("\n## ")[1:]:
         if section.partition("\n")[0] == alert:

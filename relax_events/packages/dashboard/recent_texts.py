@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from relax_events.events.types import SampleRolledOut
+from relax_events.api.events import SampleRolledOut
 
 EXCERPT = 240
 """Characters of a text."""

@@ -9,9 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.dashboard.run_fold import Report, RunFold
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.dashboard.sample_columns import (
+from relax_events.api.events import FinishReason, now_micros
+from relax_events.api.runs import (
+    RunStatus,
+    RunView,
+    WorkerTable,
+    compute_silence_limit,
+    decide_status,
+    find_live_workers,
+)
+from relax_events.packages.dashboard.run_fold import Report, RunFold
+from relax_events.packages.dashboard.run_reader import RunReader
+from relax_events.packages.dashboard.sample_columns import (
     ATTEMPT_BITS,
     FINISH_REASONS,
     INDEX_BITS,
@@ -19,14 +28,6 @@ from relax_events.dashboard.sample_columns import (
     SampleQuery,
     SampleTable,
 )
-from relax_events.events.parts import FinishReason, now_micros
-from relax_events.projections.run_status import (
-    RunStatus,
-    compute_silence_limit,
-    decide_status,
-    find_live_workers,
-)
-from relax_events.projections.run_view import RunView, WorkerTable
 
 MAX_POINTS = 1500
 RECENT_STEPS = 20

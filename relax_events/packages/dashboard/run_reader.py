@@ -21,34 +21,34 @@ from typing import Any, TypeVar
 
 import structlog
 
-from relax_events.config import RunConfig
-from relax_events.dashboard.recent_texts import RecentTexts
-from relax_events.dashboard.run_fold import RunFold
-from relax_events.dashboard.sample_columns import NewSample, SampleTable
-from relax_events.dashboard.score_join import NewScore, ScoreJoin, new_sample
-from relax_events.errors import RelaxError
-from relax_events.events.parts import now_micros
-from relax_events.events.types import (
-    Event,
+from relax_events.api.errors import RelaxError
+from relax_events.api.events import (
     PolicyVersionPublished,
     PromptGroupEnded,
     SampleRolledOut,
     SampleScored,
+    now_micros,
 )
-from relax_events.history.run_log import RunLog, TopicPartition
-from relax_events.history.samples.reader import version_blocks_backwards
-from relax_events.kafka.log_reader import LogReader
-from relax_events.kafka.records import Record
-from relax_events.projections.run_state import RUN_STATE_TOPICS
-from relax_events.topics.names import (
+from relax_events.api.log import (
     COMMANDS,
     METRICS,
     POLICY_VERSIONS,
     REWARD_SCORES,
     ROLLOUT_SAMPLES,
     SCHEMAS,
+    LogReader,
+    Record,
+    RunLog,
+    TopicPartition,
+    belongs_on,
 )
-from relax_events.topics.plan import belongs_on
+from relax_events.api.runs import RUN_STATE_TOPICS, RunConfig
+from relax_events.events.types import Event
+from relax_events.history.samples.reader import version_blocks_backwards
+from relax_events.packages.dashboard.recent_texts import RecentTexts
+from relax_events.packages.dashboard.run_fold import RunFold
+from relax_events.packages.dashboard.sample_columns import NewSample, SampleTable
+from relax_events.packages.dashboard.score_join import NewScore, ScoreJoin, new_sample
 
 log = structlog.get_logger()
 Value = TypeVar("Value")

@@ -21,15 +21,15 @@ from typing import Self
 
 import structlog
 
-from relax_events.config import BrokerConfig, RunConfig
-from relax_events.dashboard.access import PageAccess
-from relax_events.dashboard.server import build_url, open_port
-from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.launcher.parent_watch import SUPERVISOR_PID_VARIABLE
+from relax_events.api.errors import ConfigError, EnvironmentProblem
+from relax_events.api.http import SUPERVISOR_PID_VARIABLE
+from relax_events.api.runs import RunConfig
+from relax_events.packages.dashboard.access import PageAccess
+from relax_events.packages.dashboard.server import build_url, open_port
 
 log = structlog.get_logger()
 PORT = 8321
-SERVER = "relax_events.launcher.run_page_server"
+SERVER = "relax_events.packages.dashboard.server"
 MAX_FAILURES = 3
 """After so many servers that failed, the page is offered no longer."""
 STOP_SECONDS = 5.0
@@ -53,12 +53,12 @@ class RunPage:
 
     @classmethod
     def open(cls, config: RunConfig, *, run_file: Path) -> RunPage | None:
-        """Open the port: 8321, or a free one where it is taken. None where the run offers no page.
+        """Open the port: 8321, or a free one where it is taken. None where neither can be opened.
 
         The page reads with its owner's credentials, so a run whose broker asks for some offers
         none; `relax dashboard` does when it is asked.
         """
-        if not config.telemetry.dashboard or _asks_for_credentials(config.broker):
+        if _asks_for_credentials(config):
             return None
         for port in (PORT, 0):
             try:
@@ -133,7 +133,8 @@ class RunPage:
         return False
 
 
-def _asks_for_credentials(broker: BrokerConfig) -> bool:
+def _asks_for_credentials(config: RunConfig) -> bool:
+    broker = config.broker
     return (
         broker.credentials is not None
         or bool(broker.username)

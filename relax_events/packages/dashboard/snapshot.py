@@ -17,9 +17,9 @@ from typing import Any
 import orjson
 import structlog
 
-from relax_events.config import RunConfig
-from relax_events.dashboard.run_reader import RunReader
-from relax_events.dashboard.snapshot_answers import collect_answers
+from relax_events.api.runs import RunConfig
+from relax_events.packages.dashboard.run_reader import RunReader
+from relax_events.packages.dashboard.snapshot_answers import collect_answers
 from relax_events.secret_handling import write_private
 
 log = structlog.get_logger()
