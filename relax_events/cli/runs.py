@@ -35,8 +35,8 @@ COLUMNS = {
 CHANGE = ("caller", "identity", "address", "command", "arguments", "outcome", "answer")
 """What is shown of a change."""
 STOP_MARGIN_SECONDS = 15.0
-"""How much longer than they may take to drain one waits for workers: the command has to reach them,
-their goodbye us."""
+"""Waited for workers on top of the time that they may take to drain: the command has to reach them,
+and the record with which a worker leaves has to reach the log."""
 
 
 @app.command
