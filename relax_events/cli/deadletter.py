@@ -49,9 +49,8 @@ def deadletter(
         drop: Mark them as dropped, with this comment; the records stay on the log.
         dry_run: Show which, and write nothing.
     """
-    from relax_events.cli.output import agreed, print_rows
+    from relax_events.cli.output import print_rows
     from relax_events.cli.run_reader import open_run_log
-    from relax_events.kafka.producer import RecordProducer
     from relax_events.ops import dead_letters
 
     if requeue and drop:
@@ -78,14 +77,23 @@ def deadletter(
         if dry_run:
             print(f"would {verb} {len(selected)} records", file=sys.stderr)
             return 0
-        if selected and not agreed(f"{verb} these {len(selected)} records?", yes=yes):
-            return CheckFailed.exit_code
-        producer = RecordProducer(log.connection)
-        if requeue:
-            print(f"requeued {dead_letters.requeue(log, selected, producer)} records")
-        else:
-            print(f"dropped {dead_letters.drop(log, selected, producer, reason=drop)} records")
-        producer.close()
+        return _resolve(log, selected, verb, drop, yes=yes)
+
+
+def _resolve(log: RunLog, selected: list[DeadLetter], verb: str, reason: str, *, yes: bool) -> int:
+    """Ask, then write records back to their topics, or mark them as dropped with a reason."""
+    from relax_events.cli.output import agreed
+    from relax_events.kafka.producer import RecordProducer
+    from relax_events.ops import dead_letters
+
+    if selected and not agreed(f"{verb} these {len(selected)} records?", yes=yes):
+        return CheckFailed.exit_code
+    producer = RecordProducer(log.connection)
+    if reason:
+        print(f"dropped {dead_letters.drop(log, selected, producer, reason=reason)} records")
+    else:
+        print(f"requeued {dead_letters.requeue(log, selected, producer)} records")
+    producer.close()
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,31 +64,27 @@ def export(
             folder of adapters.
         force: Replace a model folder that is there.
     """
-    from dataclasses import asdict
-
-    from relax_events.errors import ConfigError
-    from relax_events.ops.model_export.new_folder import require_free
-
     if format:
+        from relax_events.errors import ConfigError
         from relax_events.packages.megatron.model_conversion import convert_model
 
         if version is not None or best or merged or force:
             raise ConfigError("--format converts a folder; --version and the like are of a run")
         print_fields(convert_model(Path(source), to, format=format, base=base), output)
         return
+    from relax_events.ops.model_export.new_folder import require_free
+
+    selection: dict[str, Any] = {
+        "version": version,
+        "best": best,
+        "merged": merged,
+        "replaces": force,
+    }
     max_shard_bytes = parse_size(max_shard_size)
     require_free(to.resolve(), replaces=force)
     with broker.open_run(source, name="export") as settings:
         settings = settings if base is None else _with_base(settings, base)
-        done = _export(
-            settings,
-            to,
-            version=version,
-            best=best,
-            max_shard_bytes=max_shard_bytes,
-            replaces=force,
-            merged=merged,
-        )
+        done = _export(settings, to, max_shard_bytes=max_shard_bytes, **selection)
     print_fields(asdict(done), output)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +26,65 @@ LINE_SECONDS = 5.0
 Settings = Annotated[list[str] | None, Parameter(negative="")]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """A completion to score."""
+
+    completion: str | None = None
+    """Score what a model wrote; - reads it from stdin."""
+    answer: str = ""
+    """The reference answer."""
+    prompt: str = ""
+    """Text of the prompt."""
+    metadata: str = "{}"
+    """Of the sample, a JSON object."""
+
+    def read(self) -> RewardItem:
+        """Return the completion with what it is scored by."""
+        from relax_events.rewards.pool import RewardItem
+        from relax_events.rewards.trial import parse_metadata
+
+        text = sys.stdin.read() if self.completion == "-" else self.completion or ""
+        metadata = parse_metadata(self.metadata, "--metadata")
+        return RewardItem("1", text, self.answer, metadata, self.prompt)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonOptions:
+    """How two scorers are compared."""
+
+    option: Settings = None
+    """A setting of the function, NAME=VALUE; may be given several times."""
+    second_option: Settings = None
+    """A setting of the second function."""
+    version: str = ""
+    """Only samples of these policy versions: 3, 3..7, 3.. or ..7."""
+    threshold: float | None = None
+    """Rewards from here on count as good, and only good and bad differ; without it the rewards
+    themselves are compared."""
+    limit: int = 10
+    """So many examples, those that differ most."""
+    workers: int | None = None
+    """Child processes that run the function; by default `reward.processes`."""
+    fail_below: float | None = None
+    """Exit with 6 when Pearson's correlation is below this, or does not exist."""
+
+
+NO_TEXT = TextOptions()
+DEFAULT_COMPARISON = ComparisonOptions()
+
+
 def rewards(
     name: str = "",
     second: str = "",
     *,
-    completion: str | None = None,
-    answer: str = "",
-    prompt: str = "",
-    metadata: str = "{}",
+    text: TextOptions = NO_TEXT,
     jsonl: Path | None = None,
     run: str = "",
     keep: str = "",
-    option: Settings = None,
-    second_option: Settings = None,
-    version: str = "",
-    threshold: float | None = None,
-    limit: int = 10,
-    workers: int | None = None,
-    fail_below: float | None = None,
+    options: ComparisonOptions = DEFAULT_COMPARISON,
     trust_source: bool = False,
     broker: BrokerOptions = DEFAULT_BROKER,
     output: Output = "table",
@@ -62,61 +103,42 @@ def rewards(
         name: An installed reward, or path/to/file.py:function.
         second: Compare with this one: count where they differ, and show examples with what each
             has read in them. Nothing is written.
-        completion: Score what a model wrote; - reads it from stdin.
-        answer: The reference answer.
-        prompt: Text of the prompt.
-        metadata: Of the sample, a JSON object.
         jsonl: Score a file with an object a line: completion, answer, prompt, metadata.
         run: Score the samples of this run, by its id or its run file.
         keep: Keep the scores of a run's samples on the topic `reward.scores.NAME`, and compare them
             with the recorded ones. A second call continues where the first stopped.
-        option: A setting of the function, NAME=VALUE; may be given several times.
-        second_option: A setting of the second function.
-        version: Only samples of these policy versions: 3, 3..7, 3.. or ..7.
-        threshold: Rewards from here on count as good, and only good and bad differ; without it the
-            rewards themselves are compared.
-        limit: So many examples, those that differ most.
-        workers: Child processes that run the function; by default `reward.processes`.
-        fail_below: Exit with 6 when Pearson's correlation is below this, or does not exist.
         trust_source: Don't ask about what the options of the run's own function name, where only
             the run's log says them.
     """
-    from relax_events.cli.reward_rendering import print_comparison
-    from relax_events.rewards.pool import RewardItem
-    from relax_events.rewards.trial import parse_metadata, read_items
+    from relax_events.rewards.trial import read_items
 
-    inputs = {"--completion": completion, "--jsonl": jsonl, "--run": run or None}
-    flags = [flag for flag, value in inputs.items() if value is not None]
-    if len(flags) > 1:
-        raise ConfigError(f"{' and '.join(flags)} exclude each other; give one of them")
-    if second and flags not in (["--jsonl"], ["--run"]):
+    source = _find_source({"--completion": text.completion, "--jsonl": jsonl, "--run": run or None})
+    if second and source not in {"--jsonl", "--run"}:
         raise ConfigError("two functions are compared on --run or on --jsonl; give one of them")
-    if not flags:
+    if not source:
         _describe(name, output)
         return 0
     if not name:
-        raise ConfigError(f"no function is named for {flags[0]}; `relax rewards` lists them")
+        raise ConfigError(f"no function is named for {source}; `relax rewards` lists them")
+    if not second and jsonl is not None:
+        return _score(name, list(read_items(jsonl)), options.option, output, is_one=False)
     if not second and not run:
-        if jsonl is not None:
-            return _score(name, list(read_items(jsonl)), option, output, is_one=False)
-        text = sys.stdin.read() if completion == "-" else completion or ""
-        item = RewardItem("1", text, answer, parse_metadata(metadata, "--metadata"), prompt)
-        return _score(name, [item], option, output, is_one=True)
-    if limit < 0:
-        raise ConfigError(f"--limit must be >= 0, got {limit}")
-    if version and jsonl is not None:
-        raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
-    functions = [(name, option or [])] + ([(second, second_option or [])] if second else [])
-    comparing = _Comparing(functions, version, threshold, limit, workers)
+        return _score(name, [text.read()], options.option, output, is_one=True)
+    comparing = _Comparing(name, second, options)
     facts: dict[str, str] = {}
     if jsonl is not None:
         comparison = comparing.compare_texts(jsonl)
     else:
         comparison, facts = comparing.compare_samples(run, keep, broker, trusts=trust_source)
-    print_comparison(comparison, output, facts)
-    pearson = comparison.pearson
-    is_low = fail_below is not None and (pearson is None or pearson < fail_below)
-    return CheckFailed.exit_code if is_low else 0
+    return comparing.report(comparison, facts, output)
+
+
+def _find_source(inputs: Mapping[str, object]) -> str:
+    """Return the option that names what is scored; empty without one."""
+    flags = [flag for flag, value in inputs.items() if value is not None]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} exclude each other; give one of them")
+    return flags[0] if flags else ""
 
 
 def _describe(name: str, output: Output) -> None:
@@ -163,17 +185,27 @@ class _Comparing:
     compared with a run's recorded scores.
     """
 
-    functions: Sequence[tuple[str, Sequence[str]]]
-    version: str
-    threshold: float | None
-    num_examples: int
-    workers: int | None
+    name: str
+    second: str
+    options: ComparisonOptions
+
+    def __post_init__(self) -> None:
+        if self.options.limit < 0:
+            raise ConfigError(f"--limit must be >= 0, got {self.options.limit}")
+
+    @property
+    def functions(self) -> list[tuple[str, Sequence[str]]]:
+        """Return the functions with their settings."""
+        first = (self.name, self.options.option or ())
+        return [first, (self.second, self.options.second_option or ())] if self.second else [first]
 
     def compare_texts(self, jsonl: Path) -> Comparison:
         """Compare two functions on the completions of a file."""
         from relax_events.config import RewardConfig
         from relax_events.rewards.trial import read_items, split_into_batches
 
+        if self.options.version:
+            raise ConfigError("--version selects samples of a run; leave it out with --jsonl")
         with ExitStack() as stack:
             first, second = self._open(stack, RewardConfig(), None)
             return self._compare(split_into_batches(read_items(jsonl)), first, second)
@@ -188,17 +220,17 @@ class _Comparing:
         from relax_events.objects import ObjectStore
         from relax_events.ops.rescoring import RecordedScores, open_kept_scores, read_completions
 
-        if bool(keep) == (len(self.functions) == 2) or (keep and not is_run_file(run)):
+        if bool(keep) == bool(self.second) or (keep and not is_run_file(run)):
             raise ConfigError(
                 "give a second function to compare with, or --keep NAME and the run's file to keep "
                 "the scores of one"
             )
-        versions = parse_bounds(self.version, flag="--version")
+        versions = parse_bounds(self.options.version, flag="--version")
         with ExitStack() as stack:
             settings = stack.enter_context(broker.open_run(run, name="rewards"))
             log = stack.enter_context(RunLog(settings, name="rewards"))
             stack.callback(note_unreadable, log)
-            names = tuple(name for name, _ in self.functions)
+            names = [name for name, _ in self.functions]
             limits = _find_section(log.config, run, names, broker, trusts=trusts)
             objects = log.config.objects
             store = (
@@ -222,8 +254,8 @@ class _Comparing:
         from relax_events.rewards.trial import FunctionScorer, replace_function
 
         sections = [
-            replace_function(limits, name, options, workers=self.workers)
-            for name, options in self.functions
+            replace_function(limits, name, assignments, workers=self.options.workers)
+            for name, assignments in self.functions
         ]
         return [stack.enter_context(FunctionScorer(section, store)) for section in sections]
 
@@ -236,10 +268,19 @@ class _Comparing:
             batches,
             first,
             second,
-            threshold=self.threshold,
-            num_examples=self.num_examples,
+            threshold=self.options.threshold,
+            num_examples=self.options.limit,
             report=report_progress(),
         )
+
+    def report(self, comparison: Comparison, facts: Mapping[str, str], output: Output) -> int:
+        """Print a comparison, and return the exit code."""
+        from relax_events.cli.reward_rendering import print_comparison
+
+        print_comparison(comparison, output, facts)
+        least, pearson = self.options.fail_below, comparison.pearson
+        is_low = least is not None and (pearson is None or pearson < least)
+        return CheckFailed.exit_code if is_low else 0
 
 
 def _find_limits(config: RunConfig) -> RewardConfig:

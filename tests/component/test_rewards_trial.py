@@ -5,17 +5,31 @@ answer is printed.
 from __future__ import annotations
 
 import io
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from relax_events.cli.rewards import rewards
+from relax_events.cli.rewards import ComparisonOptions, TextOptions, rewards
 from relax_events.errors import ConfigError
 
 pytestmark = pytest.mark.component
 NO_COMMA = '{"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}'
+
+
+TEXT = {field.name for field in fields(TextOptions)}
+COMPARISON = {field.name for field in fields(ComparisonOptions)}
+
+
+def run_rewards(*names: str, **arguments: Any) -> int:
+    """Call the command with its arguments by name, whichever group they belong to."""
+    text = {name: arguments.pop(name) for name in TEXT & set(arguments)}
+    options = {name: arguments.pop(name) for name in COMPARISON & set(arguments)}
+    return rewards(
+        *names, text=TextOptions(**text), options=ComparisonOptions(**options), **arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +85,7 @@ def test_score_shows_reward_answer_and_reason(
     why: str | None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert rewards(name, **given, output="json") == 0
+    assert run_rewards(name, **given, output="json") == 0
     (found,) = orjson.loads(capsys.readouterr().out)
     assert (found["reward"], found["answer"], found["why"]) == (pytest.approx(reward), answer, why)
 
@@ -86,7 +100,7 @@ def test_score_reads_lines_of_a_file_and_shows_failures(
     ]
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"\n\n".join(orjson.dumps(row) for row in rows))
-    assert rewards("math", jsonl=file) == 6
+    assert run_rewards("math", jsonl=file) == 6
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["line", "reward", "answer", "found", "why"]
     assert [line.split()[0] for line in lines[1:]] == ["1", "3", "5"]
@@ -98,7 +112,7 @@ def test_score_reads_a_completion_from_stdin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("so it is 7"))
-    assert rewards("gsm8k", completion="-", answer="7") == 0
+    assert run_rewards("gsm8k", completion="-", answer="7") == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
         "reward                    1.0",
         "answer                    7",
@@ -125,14 +139,14 @@ def test_score_command_error_names_unreadable_input(
             file.write_text(given["jsonl"])
         given |= {"jsonl": file}
     with pytest.raises(ConfigError, match=text):
-        rewards("math", **given)
+        run_rewards("math", **given)
 
 
 def test_score_command_rejects_a_reward_that_scores_prompt_groups() -> None:
     with pytest.raises(
         ConfigError, match="genrm_pairwise scores prompt groups, which texts are not"
     ):
-        rewards("genrm_pairwise", completion="a", option=["url=http://localhost:1"])
+        run_rewards("genrm_pairwise", completion="a", option=["url=http://localhost:1"])
 
 
 def write_lines(folder: Path, *rows: dict[str, str]) -> Path:
@@ -151,7 +165,7 @@ def test_compare_counts_where_two_rewards_differ_and_shows_why(
         {"completion": r"3 apples and 4 pears: \\boxed{7}. It took me 2 steps", "answer": "7"},
         {"completion": "x", "answer": ""},  # math fails
     )
-    rewards("math", "gsm8k", jsonl=file, output="json")
+    run_rewards("math", "gsm8k", jsonl=file, output="json")
     found = orjson.loads(capsys.readouterr().out)
     assert (
         found["num_samples"],
@@ -176,7 +190,7 @@ def test_compare_counts_where_two_rewards_differ_and_shows_why(
         (1.0, "7", "it equals '7'"),
         (0.0, "2", "it is not 7"),
     ]
-    rewards("math", "gsm8k", jsonl=file, limit=1)
+    run_rewards("math", "gsm8k", jsonl=file, limit=1)
     out = capsys.readouterr().out
     assert "differ                    1; first higher 1, second higher 0" in out
     assert "it equals '7'" in out
@@ -197,7 +211,7 @@ def test_compare_takes_a_threshold_for_rewards_of_other_scales(
 
 
 def compared_differ(file: Path, capsys: pytest.CaptureFixture[str], **given: Any) -> int:
-    rewards("math", "dapo_math", jsonl=file, output="json", **given)
+    run_rewards("math", "dapo_math", jsonl=file, output="json", **given)
     return int(orjson.loads(capsys.readouterr().out)["num_differ"])
 
 
@@ -205,7 +219,7 @@ def test_compare_passes_separate_options_to_each_reward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_lines(tmp_path, {"completion": "The answer is 5.", "answer": "5"})
-    rewards("math", "math", jsonl=file, second_option=["box_only=true"], output="json")
+    run_rewards("math", "math", jsonl=file, second_option=["box_only=true"], output="json")
     assert orjson.loads(capsys.readouterr().out)["num_first_higher"] == 1
 
 
@@ -220,4 +234,4 @@ def test_compare_passes_separate_options_to_each_reward(
 )
 def test_compare_rejects_incompatible_arguments(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        rewards("math", "gsm8k", **given)
+        run_rewards("math", "gsm8k", **given)
