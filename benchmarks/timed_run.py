@@ -17,8 +17,8 @@ from uuid import uuid4
 
 from benchmarks.profiles import Mode, Timing, Workload, build_timing
 from benchmarks.timeline import Timeline
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.roles.inflight_group import sample_seed
 from relax_events.roles.prompt_records import derive_seed
 from relax_events.staleness import BatchSlot, IssuedGroup

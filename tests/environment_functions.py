@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from relax_events.environments.reply import Reply
-from relax_events.examples.synthetic_media import encode_video, encode_wav
+from relax_events.packages.examples.synthetic_media import encode_video, encode_wav
 
 Replies = Reply | str | None
 

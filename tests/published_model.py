@@ -11,9 +11,9 @@ from small_settings import small_run
 from torch import Tensor
 
 from relax_events.config import RunConfig
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.objects import ObjectStore
 from relax_events.ops.model_export.versions import PublishedVersions
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import weight_parts
 from relax_events.training.checkpoint.checkpoints import Checkpoints

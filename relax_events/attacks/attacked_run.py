@@ -37,6 +37,6 @@ def build_attacked_run(folder: Path, **sections: dict[str, Any]) -> RunConfig:
 
 def build_tiny_model(folder: Path) -> Path:
     """Write a tiny random model with a tokenizer, and return its folder."""
-    from relax_events.examples.tiny_models import make_tiny
+    from relax_events.packages.examples.tiny_models import make_tiny
 
     return make_tiny(folder, corpus=CORPUS, hidden_size=32, num_layers=1)

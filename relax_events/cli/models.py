@@ -45,9 +45,9 @@ def prepare(
     """
     from relax_events.config import load_run_config
     from relax_events.errors import ConfigError
-    from relax_events.examples.model_preparation import prepare_model, warm_up_model
     from relax_events.objects.marker import claim_store
     from relax_events.objects.store import ObjectStore
+    from relax_events.packages.examples.model_preparation import prepare_model, warm_up_model
 
     if (config is None) == (corpus is None):
         raise ConfigError("relax models prepare takes a run file, or --corpus FILE; give one")
@@ -68,7 +68,7 @@ def prepare(
 
 def _make_from_corpus(path: Path | None, corpus: Path, seed: int) -> Path:
     from relax_events.errors import ConfigError
-    from relax_events.examples.tiny_models import make_tiny
+    from relax_events.packages.examples.tiny_models import make_tiny
 
     if path is None:
         raise ConfigError("--corpus needs --to FOLDER, where the model is written")

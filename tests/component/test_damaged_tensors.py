@@ -16,7 +16,6 @@ from relax_events.engines.sglang.checkpoint import ModelFolder
 from relax_events.errors import ConfigError, DamagedTensors, ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.events.types import PolicyVersionPublished
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.checks import check_run
@@ -30,6 +29,7 @@ from relax_events.models.checkpoint_facts import read_facts
 from relax_events.objects import ObjectStore
 from relax_events.ops.model_export.export import export_version
 from relax_events.ops.model_export.versions import PublishedVersions
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.packages.megatron.conversion import convert_to_megatron
 from relax_events.packages.megatron.folder_tensors import FolderTensors
 from relax_events.session.planned import plan_devices

@@ -18,8 +18,8 @@ from relax_events.data.rows import PromptRow, PromptSource, build_storing_reader
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import Modality
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.library import MediaLibrary
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.unit.image_model import BOUNDS, build_image_model, image_file, image_run, question
 
 KEYS = {"multimodal_keys": {"image": "images"}}

@@ -38,12 +38,12 @@ from relax_events.episodes.session import SessionBounds, turn_seed
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, FinishReason, MediaRef, Modality
 from relax_events.events.types import SampleReady
-from relax_events.examples.zoom import quarter
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import read_modality
 from relax_events.models.families import read_family
 from relax_events.objects import ObjectStore
 from relax_events.objects.store import list_message_media
+from relax_events.packages.examples.zoom import quarter
 from relax_events.roles.handover import PartialSamples
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 from relax_events.training.backend.policy_model import PolicyModel

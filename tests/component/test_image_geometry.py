@@ -13,11 +13,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from relax_events.config import MediaConfig
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.examples.tiny_models import PREPROCESSOR
 from relax_events.media.geometry import ImageGeometry
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
 from relax_events.media.towers import cut_patches
+from relax_events.packages.examples.tiny_models import PREPROCESSOR
 from tests.unit.image_model import (
     BOUNDS,
     build_image_model,

@@ -10,10 +10,10 @@ import pytest
 
 from relax_events.errors import MediaError, ObjectError, PoisonSample
 from relax_events.events.parts import MediaRef, Modality
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaAccess, MediaItem
 from relax_events.media.library import CACHE_FOLDER, MediaLibrary
 from relax_events.objects import ObjectStore
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.unit.image_model import image_file, image_item, image_run
 
 

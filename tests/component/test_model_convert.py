@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 
 pytestmark = [pytest.mark.component, pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_events.examples.repair import make_bug, write_function
+from relax_events.packages.examples.repair import make_bug, write_function
 
 AGENT = Path(__file__).parents[2] / "configs" / "agents" / "repair.py"
 RIGHT, WRONG = write_function("a + b"), write_function("a - b")

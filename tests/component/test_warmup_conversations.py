@@ -21,9 +21,14 @@ from relax_events.data.rows import PromptRow
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.examples.sft_warmup import IGNORED, SupervisedExample, count_correct, pad_left
-from relax_events.examples.warmup_conversations import WarmupConversations
 from relax_events.models.families import read_family
+from relax_events.packages.examples.sft_warmup import (
+    IGNORED,
+    SupervisedExample,
+    count_correct,
+    pad_left,
+)
+from relax_events.packages.examples.warmup_conversations import WarmupConversations
 from tests.unit.image_model import build_image_model, image_run
 
 ENVIRONMENTS = Path(__file__).parents[1] / "environment_functions.py"

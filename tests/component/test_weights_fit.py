@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.types import PolicyVersionPublished
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.launcher.broker_checks import find_difference, require_fitting_model
 from relax_events.objects import ObjectStore
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.weights.artifact_writer import write_weights
 
 MakeRunConfig = Callable[..., RunConfig]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command_line import FinishedRun, Relax, log_of, report_of, write_rows
 
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 
 NOBODY = "broker.bootstrap_servers=127.0.0.1:1"
 FEW_SECONDS = (

@@ -13,7 +13,7 @@ from command_line import Relax
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.e2e.test_adapter_runs import logprobs
 from tests.e2e.test_whole_runs import run_to_goal
 

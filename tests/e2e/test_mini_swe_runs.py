@@ -15,8 +15,8 @@ from command_line import FinishedRun, call_relax, report_of, sample_events
 
 from relax_events.config import load_run_config
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.examples.repair import BODIES
 from relax_events.models.tokenizer_folder import FolderTokenizer
+from relax_events.packages.examples.repair import BODIES
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-agents" / "bin" / "python"
@@ -38,7 +38,7 @@ import numpy as np
 
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.events.parts import FinishReason, VersionSegment
-from relax_events.examples.repair import BODIES
+from relax_events.packages.examples.repair import BODIES
 from relax_events.models.tokenizer_folder import FolderTokenizer
 
 

@@ -23,7 +23,7 @@ from relax_events.engines.sglang.server import SGLangServer
 from relax_events.engines.sglang.weight_group import WeightGroup
 from relax_events.errors import WeightsError
 from relax_events.events.parts import VersionSegment
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.weights import Weights
 from relax_events.weights.artifact_writer import weights_digest
 from tests.folders import kept_folder

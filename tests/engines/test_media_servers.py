@@ -43,7 +43,6 @@ from relax_events.episodes.engine import EpisodeEngine
 from relax_events.episodes.environment_drivers import FunctionDriver
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import FinishReason, Modality, VersionSegment
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import MediaSequence, ProcessedMedia
@@ -51,6 +50,7 @@ from relax_events.media.token_layout import MediaLayout, OmniLayout
 from relax_events.model_folder import has_experts
 from relax_events.models.families import read_family
 from relax_events.objects.store import list_message_media
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 from relax_events.weights import Weights
 from relax_events.weights.artifact_writer import weights_digest

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from harness import FaultRun, assert_ledger_balances
 
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 
 pytestmark = pytest.mark.long
 STEPS = 8

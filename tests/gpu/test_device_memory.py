@@ -11,8 +11,8 @@ from engine_requests import finish, make_engine, make_request, step
 
 from relax_events.config import RunConfig
 from relax_events.engines.transformers.engine import TransformersEngine
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.offload import Offload
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
 from tests.unit.trainer_samples import make_samples, run_config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_events.config import LoRAConfig, RunConfig
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.packages.megatron.backend import MegatronBackend
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.torch_backend import TorchBackend

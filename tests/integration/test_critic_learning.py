@@ -19,10 +19,10 @@ from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.errors import ConfigError, RunFailed, StepNotFinite
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleReady, TrainStepCommitted
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
 from relax_events.ops.run_purger import Purger, RetentionState
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.torch_critic import TorchCritic

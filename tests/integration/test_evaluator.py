@@ -23,11 +23,11 @@ from relax_events.errors import WeightsError
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.types import PolicyEvaluated, PolicyVersionPublished
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.rewards.pool import RewardPool
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.worker import Worker

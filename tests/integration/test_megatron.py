@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.integration.megatron_program import FOUR, LONG, ROUNDED, SCENARIOS, SHORT
 from tests.integration.rank_processes import run_ranks
 

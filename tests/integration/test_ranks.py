@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from relax_events.events.parts import CheckpointRef
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.objects import ObjectStore
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.ranks import SingleRank
 from tests.integration.ranks_program import PLAIN, SPLITS, WHOLE_STEP, train

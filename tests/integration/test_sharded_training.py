@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.integration.rank_processes import run_ranks
 from tests.integration.sharded_program import MEDIA_SETTINGS, SETTINGS
 

@@ -39,11 +39,11 @@ from relax_events.events.parts import (
     SampleKey,
 )
 from relax_events.events.types import SampleReady
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import read_modality
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.folders import kept_folder
 
 BOUNDS = MediaConfig()

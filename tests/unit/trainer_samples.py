@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from relax_events.config import RunConfig
 from relax_events.events.parts import FinishReason, SampleKey
 from relax_events.events.types import SampleReady
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.folders import kept_folder
 
 

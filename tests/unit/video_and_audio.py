@@ -24,11 +24,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from relax_events.config import MediaConfig, RunConfig
 from relax_events.events.parts import Modality
-from relax_events.examples.synthetic_media import encode_video, encode_wav
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.media.items import MediaItem
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import read_modality
+from relax_events.packages.examples.synthetic_media import encode_video, encode_wav
+from relax_events.packages.examples.tiny_models import make_tiny
 from tests.folders import kept_folder
 from tests.unit.image_model import image_file, image_run, plain_model
 

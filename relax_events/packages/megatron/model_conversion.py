@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from relax_events import errors
+from relax_events.api import errors
 from relax_events.api.errors import ConfigError, EnvironmentProblem, RelaxError
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Confinement, Profile
 from relax_events.confinement.entry_points import CHECKPOINT_CONVERTER

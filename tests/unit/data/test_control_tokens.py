@@ -21,8 +21,8 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import tokenize_completion
 from relax_events.data.tool_formats import FORMATS
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, ToolCall
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.tokenizer_folder import FolderTokenizer
+from relax_events.packages.examples.tiny_models import make_tiny
 
 CHAT = DataConfig(source="jsonl:x")
 TEMPLATE = (

@@ -12,9 +12,9 @@ from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage
-from relax_events.examples.tiny_models import make_tiny
-from relax_events.examples.tiny_tokenizer import train_tokenizer
 from relax_events.models.tokenizer_folder import FolderTokenizer
+from relax_events.packages.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
 
 TALK = [ChatMessage.of_text("system", "be brief"), ChatMessage.of_text("user", "hi")]
 CHAT = DataConfig(source="jsonl:x")

@@ -20,7 +20,7 @@ from relax_events.data.rows import PromptRow
 from relax_events.data.stream import DatasetRow
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
-from relax_events.examples.tiny_tokenizer import train_tokenizer
+from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
 
 HOOKS = """
 def level(prompt, *, answer, metadata, mean_rewards, train_step):

@@ -16,7 +16,7 @@ from relax_events.data.sft_targets import (
 from relax_events.errors import PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.events.types import PromptGroupIssued
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 
 PROMPT = [ChatMessage.of_text("system", "be brief"), ChatMessage.of_text("user", "hi")]
 TALK = [

@@ -16,9 +16,9 @@ from relax_events.config import DataConfig, RunConfig
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError
-from relax_events.examples.zoom import zoom
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.file_checks import check_model
+from relax_events.packages.examples.zoom import zoom
 from tests.unit.image_model import BOUNDS, image_run
 from tests.unit.trainer_samples import tiny_model
 

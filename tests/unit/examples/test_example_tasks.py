@@ -15,10 +15,10 @@ from relax_events.config import DataConfig
 from relax_events.data.sources import open_source
 from relax_events.environments.tool_calls import read_tool_calls
 from relax_events.errors import ConfigError
-from relax_events.examples.deepeyes import deepeyes, score, zoom_in
-from relax_events.examples.nim import best_move, score_game, take
-from relax_events.examples.repair import BODIES, passes, write_test
-from relax_events.examples.retrieval import BM25, read_corpus, search, write_call
+from relax_events.packages.examples.deepeyes import deepeyes, score, zoom_in
+from relax_events.packages.examples.nim import best_move, score_game, take
+from relax_events.packages.examples.repair import BODIES, passes, write_test
+from relax_events.packages.examples.retrieval import BM25, read_corpus, search, write_call
 
 TASK = {"answer": "", "prompt": ""}
 

@@ -11,7 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from relax_events.config import DataConfig, RunConfig
 from relax_events.config.engine import TinyModelConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.examples.model_preparation import make_tiny_for, prepare_model, warm_up_model
+from relax_events.packages.examples.model_preparation import (
+    make_tiny_for,
+    prepare_model,
+    warm_up_model,
+)
 
 
 def run_config(

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_events.errors import ConfigError
-from relax_events.examples.tiny_models import make_tiny
-from relax_events.examples.tiny_tokenizer import constant_phrases, train_tokenizer
+from relax_events.packages.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_tokenizer import constant_phrases, train_tokenizer
 
 PROMPTS = ["Spell backward: sun.", "Spell backward: tree.", "Spell backward: ice."]
 

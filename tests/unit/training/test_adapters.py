@@ -12,9 +12,9 @@ from torch import Tensor
 
 from relax_events.config import LoRAConfig, ModelConfig, RunConfig
 from relax_events.errors import ConfigError, WeightsError
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.adapters import ADAPTER, published_parameters
 from relax_events.models.causal_lm import load_causal_lm
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_backend import TorchBackend

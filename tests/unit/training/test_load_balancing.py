@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleReady
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.batch.packing import pack
 from relax_events.training.batch.shared_prefixes import PrefixSharing

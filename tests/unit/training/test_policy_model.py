@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from relax_events.errors import ConfigError, WeightsError
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.causal_lm import choose_device
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend import policy_model
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.batch.packing import pack

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax_events.events.parts import MediaRef
 from relax_events.events.routed_experts import ExpertShape
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend import tree_attention
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.torch_backend import TorchBackend

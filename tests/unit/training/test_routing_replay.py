@@ -22,8 +22,8 @@ from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import StoredArray
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
-from relax_events.examples.tiny_models import make_tiny
 from relax_events.models.routers import Routers
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.runtime.validation import check_ready, check_trainable
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer

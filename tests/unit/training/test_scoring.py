@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from relax_events.errors import PoisonSample, WeightsError
-from relax_events.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.training.backend.scoring import LogprobScorer
 from tests.event_samples import changed
 from tests.unit.trainer_samples import (

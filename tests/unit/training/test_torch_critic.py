@@ -232,7 +232,7 @@ def test_state_of_another_model_is_refused():
 
 
 def test_critic_is_initialized_from_its_configured_model(tmp_path: Path):
-    from relax_events.examples.tiny_models import make_tiny
+    from relax_events.packages.examples.tiny_models import make_tiny
 
     other = critic(model_path=make_tiny(tmp_path, corpus=["12=21"], hidden_size=64, seed=5))
     assert other._model.module.weight.shape == (64,)

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.environments.reply import Reply
-from relax_events.environments.tool_calls import read_tool_calls
+from relax_events.api.environments import Reply, read_tool_calls
 
 CORPUS = Path(__file__).with_name("people.txt")
 WORD = re.compile(r"\w+")

@@ -9,9 +9,8 @@ import re
 from io import BytesIO
 from typing import Any
 
-from relax_events.environments.reply import Reply
-from relax_events.environments.tool_calls import ToolCall, read_tool_calls
-from relax_events.errors import PoisonSample
+from relax_events.api.environments import Reply, ToolCall, read_tool_calls
+from relax_events.api.errors import PoisonSample
 
 ZOOM, ROTATE = "image_zoom_in_tool", "image_rotate_tool"
 SCALE = 1000

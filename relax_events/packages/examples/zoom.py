@@ -9,8 +9,8 @@ import re
 from io import BytesIO
 from typing import Any
 
-from relax_events.environments.reply import Reply
-from relax_events.errors import PoisonSample
+from relax_events.api.environments import Reply
+from relax_events.api.errors import PoisonSample
 
 QUARTER = re.compile(r"\b(top|bottom) (left|right)\b", re.IGNORECASE)
 

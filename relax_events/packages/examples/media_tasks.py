@@ -12,13 +12,18 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
-from relax_events.config import RowsConfig
-from relax_events.config.base import Section
-from relax_events.data.conversations import PLACEHOLDERS, split_at_placeholders
-from relax_events.data.rows import InvalidRows, PromptRow, add_system_prompt
-from relax_events.errors import ConfigError
-from relax_events.events.parts import ChatMessage, Modality
-from relax_events.media.items import MediaItem
+from relax_events.api.errors import ConfigError
+from relax_events.api.events import ChatMessage, Modality
+from relax_events.api.prompts import (
+    PLACEHOLDERS,
+    InvalidRows,
+    MediaItem,
+    PromptRow,
+    RowsConfig,
+    Section,
+    add_system_prompt,
+    split_at_placeholders,
+)
 
 SEED_STRIDE = 1_000_003
 

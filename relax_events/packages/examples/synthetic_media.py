@@ -11,14 +11,13 @@ from io import BytesIO
 from typing import Annotated, Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float64, UInt8
 from pydantic import Field
 
-from relax_events.config.base import Section
-from relax_events.errors import EnvironmentProblem
-from relax_events.events.parts import Modality
-from relax_events.examples.media_tasks import SyntheticItem, SyntheticKind
-from relax_events.media.audio import RATE_HERTZ, Samples, encode_wav
+from relax_events.api.errors import EnvironmentProblem
+from relax_events.api.events import Modality
+from relax_events.api.prompts import RATE_HERTZ, Section, encode_wav
+from relax_events.packages.examples.media_tasks import SyntheticItem, SyntheticKind
 
 COLOURS = {
     "red": (220, 30, 30),
@@ -202,7 +201,9 @@ def _order(generator: np.random.Generator, options: AudioOptions) -> SyntheticIt
     )
 
 
-def _tone(generator: np.random.Generator, hertz: float, seconds: float) -> Samples:
+def _tone(
+    generator: np.random.Generator, hertz: float, seconds: float
+) -> Float64[np.ndarray, " samples"]:
     """Generate a slightly detuned note with noise."""
     time = np.arange(round(seconds * RATE_HERTZ)) / RATE_HERTZ
     frequency = hertz * (1 + DETUNING * generator.standard_normal())

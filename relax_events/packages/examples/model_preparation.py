@@ -13,15 +13,19 @@ import orjson
 import torch
 from transformers.utils import logging
 
-from relax_events.config import DataConfig, RunConfig, SftWarmupConfig
+from relax_events.api.engines import RunConfig
+from relax_events.api.errors import ConfigError, EnvironmentProblem
+from relax_events.config import DataConfig, SftWarmupConfig
 from relax_events.config.engine import TinyModelConfig
 from relax_events.data.sources import open_stream
-from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.examples.sft_warmup import count_correct, sft_warmup
-from relax_events.examples.tiny_models import make_tiny
-from relax_events.examples.tiny_tokenizer import constant_phrases
-from relax_events.examples.warmup_conversations import WarmupConversations, read_assistant_turns
 from relax_events.models.families import read_family
+from relax_events.packages.examples.sft_warmup import count_correct, sft_warmup
+from relax_events.packages.examples.tiny_models import make_tiny
+from relax_events.packages.examples.tiny_tokenizer import constant_phrases
+from relax_events.packages.examples.warmup_conversations import (
+    WarmupConversations,
+    read_assistant_turns,
+)
 from relax_events.planning.inventory import num_threads
 
 RECIPE_FILE = "relax_events.json"

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from relax_events.config import RowsConfig
-from relax_events.data.rows import InvalidRows, PromptRow, add_system_prompt
-from relax_events.errors import ConfigError
-from relax_events.events.parts import ChatMessage, Modality
-from relax_events.examples.nim import make_game
-from relax_events.examples.repair import make_bug
-from relax_events.examples.retrieval import make_question
+from relax_events.api.errors import ConfigError
+from relax_events.api.events import ChatMessage, Modality
+from relax_events.api.prompts import InvalidRows, PromptRow, RowsConfig, add_system_prompt
+from relax_events.packages.examples.nim import make_game
+from relax_events.packages.examples.repair import make_bug
+from relax_events.packages.examples.retrieval import make_question
 
 SEED_STRIDE = 1_000_003
 

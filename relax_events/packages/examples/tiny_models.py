@@ -20,10 +20,10 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from relax_events.errors import ConfigError
-from relax_events.events.parts import Modality
-from relax_events.examples.tiny_tokenizer import NUM_BYTES, train_tokenizer
+from relax_events.api.errors import ConfigError
+from relax_events.api.events import Modality
 from relax_events.media.token_layout import MEDIA_FAMILIES
+from relax_events.packages.examples.tiny_tokenizer import NUM_BYTES, train_tokenizer
 
 HEAD_DIM = 16
 MAX_CONTEXT_TOKENS = 4096

@@ -13,20 +13,19 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from relax_events.config import RunConfig
+from relax_events.api.engines import EnvironmentContext, RunConfig
+from relax_events.api.errors import ConfigError
+from relax_events.api.events import ChatMessage
+from relax_events.api.prompts import PromptRow
 from relax_events.data.conversations import ASSISTANT, insert_media
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.rows import PromptRow
-from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.environments.reply_media import ProcessedReply
 from relax_events.environments.session_pool import SessionPool
-from relax_events.errors import ConfigError
-from relax_events.events.parts import ChatMessage
-from relax_events.examples.sft_warmup import SupervisedExample
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import ObjectStore
+from relax_events.packages.examples.sft_warmup import SupervisedExample
 
 
 class WarmupConversations:

@@ -1,3 +1,0 @@
-"""Synthetic tasks, tiny models and their preparation. The library loads them by entry points and
-never imports them.
-"""
