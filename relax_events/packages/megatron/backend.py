@@ -55,20 +55,11 @@ class MegatronBackend(PolicyTraining):
     _parameters: RankParameters
     waits_for_step = True
 
-    def __init__(
-        self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
-    ) -> None:
-        """Load this rank's part of the model of a run at version 0; collective.
+    _choose_data_ranks = staticmethod(DataRanks)
 
-        Args:
-            config: The run.
-            ranks: This process and its peers.
-            dtype: Of the weights instead of `model.dtype`, for tests in float64.
-        Raises:
-            ConfigError: The model can't be loaded, or not be divided so, or megatron-core is
-                missing.
-        """
-        super().__init__(config, ranks=ranks, data_ranks=DataRanks(ranks))
+    def _open_model(self, dtype: torch.dtype) -> None:
+        """Load this rank's part of the model; see `StepTraining`."""
+        config, ranks = self._config, self._ranks
         self._device = open_device(config.model.device, ranks=ranks, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)
         path = config.model.path
@@ -92,7 +83,7 @@ class MegatronBackend(PolicyTraining):
             layout = AdapterLayout(self._lora)
             layout.require_fits(sizes, ranks.topology)
             self._shards_of = layout
-        self._dtype = dtype or getattr(torch, config.model.dtype)
+        self._dtype = dtype
         with ranks.guard("building the model"), cuda_calls_on_cpu(), needs_megatron():
             self._model, self._parameters = self._build()
         from relax_events.packages.megatron.weight_gathering import WeightGathering

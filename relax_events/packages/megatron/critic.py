@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relax_events.api.training import DataRanks, Ranks, RunConfig
+from relax_events.api.training import DataRanks, RunConfig
 from relax_events.media.library import MediaLibrary
 from relax_events.models.families import read_family
 from relax_events.packages.megatron.cpu import cuda_calls_on_cpu
@@ -48,22 +48,12 @@ class MegatronCritic(ValueTraining):
     _parameters: RankParameters
     waits_for_step = True
 
-    def __init__(
-        self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
-    ) -> None:
-        """Load this rank's part of the critic in its initial state; collective.
+    _choose_data_ranks = staticmethod(DataRanks)
 
-        Args:
-            config: The run.
-            ranks: This process and its peers.
-            dtype: Of the weights instead of `model.dtype`, for tests in float64.
-        Raises:
-            ConfigError: The model can't be loaded, or not be divided so, or megatron-core is
-                missing.
-        """
-        super().__init__(config, ranks=ranks, data_ranks=DataRanks(ranks))
+    def _open_model(self, dtype: torch.dtype) -> None:
+        """Load this rank's part of the critic; see `StepTraining`."""
+        config, ranks = self._config, self._ranks
         device = open_device(config.model.device, ranks=ranks, threads=config.critic.threads)
-        dtype = dtype or getattr(torch, config.model.dtype)
         with ranks.guard("building the critic"), cuda_calls_on_cpu(), needs_megatron():
             self._model, self._parameters = self._build(config, device, dtype)
 

@@ -46,7 +46,7 @@ from relax_events.training.backend.step_training import PackedModel, StepTrainin
 from relax_events.training.batch.loss_batch import LossBatch, whiten_step
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import compute_second_moment_cutoff
-from relax_events.training.ranks import GatheringRanks, Ranks
+from relax_events.training.ranks import Ranks
 
 
 class PolicyModelLayout(PackedModel, Protocol):
@@ -70,15 +70,19 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
     _device: torch.device
 
     def __init__(
-        self, config: RunConfig, *, ranks: Ranks, data_ranks: GatheringRanks | None = None
+        self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
     ) -> None:
-        """Start empty, at version 0.
+        """Load this rank's part of the model of a run, at version 0; collective where several
+        ranks hold it.
 
         Args:
             config: The run.
             ranks: This process and its peers.
-            data_ranks: Those with different samples; by default all.
+            dtype: Of the weights instead of `model.dtype`, for tests in float64.
+        Raises:
+            ConfigError: The model can't be loaded or trained by this backend.
         """
+        data_ranks = self._choose_data_ranks(ranks)
         self._config = config
         self._objective = Objective(
             config.algorithm, max_new_tokens=config.engine.sampling.max_new_tokens
@@ -89,10 +93,11 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
             config.trainer,
             seed=config.run.seed,
             ranks=ranks,
-            data_ranks=data_ranks or ranks,
-            mini_batch_ranks=data_ranks or ranks,
+            data_ranks=data_ranks,
+            mini_batch_ranks=data_ranks,
             whole_prompt_groups=config.algorithm.needs_whole_groups,
         )
+        self._open_model(dtype or getattr(torch, config.model.dtype))
 
     def _clear_sums(self) -> None:
         self._micro_batches: list[MicroBatchSums] = []

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import structlog
+import torch
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import RunFailed, StepNotFinite
@@ -109,6 +110,20 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
         )
         self._report_progress: Callable[[], None] = lambda: None
         self._reset_step()
+
+    @staticmethod
+    def _choose_data_ranks(ranks: Ranks) -> GatheringRanks:
+        """Return those that run different micro-batches; by default each rank has a whole model."""
+        return ranks
+
+    @abstractmethod
+    def _open_model(self, dtype: torch.dtype) -> None:
+        """Load the model at its initial weights, with its media and parameters; collective where
+        several ranks hold it.
+
+        Args:
+            dtype: Of the weights.
+        """
 
     @abstractmethod
     def _pack(self, samples: Sequence[SampleReady]) -> Batch:

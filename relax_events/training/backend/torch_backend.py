@@ -36,19 +36,9 @@ class TorchBackend(PolicyTraining):
     _model: PolicyModel
     _parameters: FlatParameters | ShardedParameters
 
-    def __init__(
-        self, config: RunConfig, *, ranks: Ranks, dtype: torch.dtype | None = None
-    ) -> None:
-        """Load the model of a run at version 0.
-
-        Args:
-            config: The run.
-            ranks: This process and its peers.
-            dtype: Of the weights instead of `model.dtype`, for tests in float64.
-        Raises:
-            ConfigError: The model can't be loaded or trained by this backend.
-        """
-        super().__init__(config, ranks=ranks)
+    def _open_model(self, dtype: torch.dtype) -> None:
+        """Load the whole model; see `StepTraining`."""
+        config, ranks = self._config, self._ranks
         device = self._device = choose_device(config.model.device, local_rank=ranks.local_rank)
         make_deterministic(device, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)

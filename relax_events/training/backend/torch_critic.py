@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from relax_events.config import RunConfig
 from relax_events.media.library import MediaLibrary
 from relax_events.models.causal_lm import choose_device
 from relax_events.training.backend.determinism import make_deterministic
@@ -23,7 +22,6 @@ from relax_events.training.backend.value_training import ValueBatch, ValueTraini
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.row_layout import TokenSequence
 from relax_events.training.batch.sample_intake import SampleMedia
-from relax_events.training.ranks import Ranks, SingleRank
 
 
 class TorchCritic(ValueTraining):
@@ -34,20 +32,9 @@ class TorchCritic(ValueTraining):
     _model: ValueModel
     _parameters: FlatParameters | ShardedParameters
 
-    def __init__(
-        self, config: RunConfig, *, ranks: Ranks | None = None, dtype: torch.dtype | None = None
-    ) -> None:
-        """Load the critic of a run in its initial state; collective where it is sharded.
-
-        Args:
-            config: The run.
-            ranks: Those that shard the model (FSDP2); by default this process alone holds it.
-            dtype: Of the weights instead of `model.dtype`, for tests in float64.
-        Raises:
-            ConfigError: The model can't be loaded.
-        """
-        ranks = ranks or SingleRank()
-        super().__init__(config, ranks=ranks)
+    def _open_model(self, dtype: torch.dtype) -> None:
+        """Load the value model, sharded over several ranks (FSDP2); see `StepTraining`."""
+        config, ranks = self._config, self._ranks
         self.waits_for_step = ranks.size > 1
         device = choose_device(config.model.device, local_rank=ranks.local_rank)
         self._layout = TorchLayout(

@@ -30,7 +30,7 @@ from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import TokenSequence
-from relax_events.training.ranks import GatheringRanks, Ranks, SingleRank
+from relax_events.training.ranks import Ranks, SingleRank
 
 OWN_KEYS = ("learning_rate", "num_epochs", "num_mini_batches")
 """Settings of `trainer` that the section `critic` may replace."""
@@ -67,25 +67,29 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
     """The part of a `Critic` that does not depend on how the model is laid out."""
 
     def __init__(
-        self, config: RunConfig, *, ranks: Ranks, data_ranks: GatheringRanks | None = None
+        self, config: RunConfig, *, ranks: Ranks | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Start empty, at the run's first version.
+        """Load this rank's part of the critic of a run in its initial state, at the run's first
+        version; collective where several ranks hold it.
 
         Args:
             config: The run.
-            ranks: This process and its peers.
-            data_ranks: The copies of the model; by default each rank is one.
+            ranks: This process and its peers; by default it has none.
+            dtype: Of the weights instead of `model.dtype`, for tests in float64.
+        Raises:
+            ConfigError: The model can't be loaded or trained by this backend.
         """
-        self._config = config
+        self._config, ranks = config, ranks or SingleRank()
         super().__init__(
             critic_trainer(config),
             seed=config.run.seed,
             ranks=ranks,
-            data_ranks=data_ranks or ranks,
+            data_ranks=self._choose_data_ranks(ranks),
             # every rank has all samples, so none asks the others for theirs
             mini_batch_ranks=SingleRank(),
         )
         self.policy_version = config.first_version
+        self._open_model(dtype or getattr(torch, config.model.dtype))
 
     def _reset_step(self) -> None:
         super()._reset_step()
