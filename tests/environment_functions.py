@@ -2,6 +2,7 @@
 file, so it imports nothing of the tests.
 """
 
+import json
 import os
 import struct
 import time
@@ -40,6 +41,10 @@ def echo_twice(
         if before == 2
         else f"{metadata['word']} {len(completion)} of {answer}, after 1 and {before} more"
     )
+
+
+def return_messages(completion: str, *, messages: list[dict[str, Any]]) -> Replies:
+    return json.dumps(messages)
 
 
 def silent(completion: str, **reported: Any) -> Replies:

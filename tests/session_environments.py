@@ -4,6 +4,7 @@ so it imports nothing of the tests.
 
 import asyncio
 import fcntl
+import json
 import os
 import stat
 import time
@@ -98,6 +99,19 @@ class Guess:
         image = np.full((32, 48, 3), 20 * self.tries, np.uint8)
         observation = {"text": f"no, {self.tries}", "image": image}
         return observation, self.tries / 2, self.tries == 2, False, {}
+
+
+class Recital:
+    """Shows the prompt that it was given, in the form of skyrl-gym."""
+
+    def __init__(self, env_config: Any = None, extras: Any = None) -> None:
+        pass
+
+    def init(self, prompt: Any) -> Any:
+        return [{"role": "user", "content": json.dumps(prompt)}], {}
+
+    def close(self) -> None:
+        return
 
 
 class Lines:

@@ -13,6 +13,7 @@ from relax_events.config import RunConfig
 from relax_events.confinement import ChildLost, ChildPool, ChildSettings, Reply
 from relax_events.confinement.entry_points import find_environment
 from relax_events.data.conversations import PLACEHOLDERS
+from relax_events.data.messages import print_message
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.reply_encoding import MAX_REPLY_BYTES
 from relax_events.environments.reply_media import ProcessedReply, process_reply
@@ -90,9 +91,7 @@ class EnvironmentPool:
         files = await self._fetch(before) if self._takes_files else []
         request = {
             "completion": last.text,
-            "messages": [
-                {"role": message.role, "content": describe_content(message)} for message in before
-            ],
+            "messages": print_messages(before),
             "answer": task.answer,
             "metadata": task.metadata,
         }
@@ -147,6 +146,10 @@ def build_setup(config: RunConfig) -> dict[str, Any]:
     return config.environment.model_dump(mode="json") | limits
 
 
-def describe_content(message: ChatMessage) -> str:
-    """Return a message's text, with a placeholder for each media file."""
+def print_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages in OpenAI's form, each content a text with a placeholder for each file."""
+    return [print_message(one) | {"content": _print_content(one)} for one in messages]
+
+
+def _print_content(message: ChatMessage) -> str:
     return "".join(PLACEHOLDERS.get(part.kind, part.text or "") for part in message.parts)

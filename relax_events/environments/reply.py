@@ -40,7 +40,7 @@ class Environment(Protocol):
         self,
         completion: str,
         *,
-        messages: list[dict[str, str]],
+        messages: list[dict[str, Any]],
         answer: str,
         metadata: dict[str, Any],
         files: list[bytes],
@@ -49,8 +49,9 @@ class Environment(Protocol):
 
         Args:
             completion: The policy's last turn, without special tokens.
-            messages: The earlier conversation, as `role` and `content`; media are `<image>`,
-                `<audio>` or `<video>` in the content.
+            messages: The earlier conversation in OpenAI's form: `role` and `content`, and where a
+                message has them `tool_calls`, `tool_call_id`, `name` and `reasoning_content`. Media
+                are `<image>`, `<audio>` or `<video>` in the content, which is a text.
             answer: The reference answer of the prompt.
             metadata: The row's metadata.
             files: The media of `messages`, in order, unprocessed.

@@ -33,7 +33,7 @@ from relax_events.confinement.profiles import list_ports
 from relax_events.confinement.served import IS_CONCURRENT
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.interfaces.protocol import DEADLINES
-from relax_events.environments.pool import build_setup, describe_content
+from relax_events.environments.pool import build_setup, print_messages
 from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, EpisodeFailed, PoisonSample
 from relax_events.media.library import LibraryThreads, MediaLibrary
@@ -176,10 +176,7 @@ class SessionPool:
             "op": "open",
             "sample_id": session.sample_id,
             "seed": compute_seed(session.sample_id),
-            "messages": [
-                {"role": message.role, "content": describe_content(message)}
-                for message in task.messages
-            ],
+            "messages": print_messages(task.messages),
             "answer": task.answer,
             "metadata": task.metadata,
         }

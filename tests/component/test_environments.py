@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from engine_requests import fresh_sample
@@ -23,6 +24,7 @@ from small_settings import small_run
 
 from relax_events.config import EngineConfig, MediaConfig, ModelConfig, SamplingConfig
 from relax_events.data.conversations import PLACEHOLDERS
+from relax_events.data.messages import parse_message
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import (
     EnvironmentContext,
@@ -51,6 +53,7 @@ from relax_events.training.backend.scoring import LogprobScorer
 from relax_events.training.batch.packing import pack
 from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.weights import Weights
+from tests.environment_pools import pool_of
 from tests.unit import image_model
 from tests.unit.image_model import build_image_model, image_file, image_run, question
 from tests.unit.video_and_audio import KINDS, item_of, media_run, omni_model
@@ -247,6 +250,40 @@ def test_environment_leaves_first_turn_unchanged_and_later_turns_get_own_seeds(
             )
     assert turn_seed(7, 0) == 7
     assert len({turn_seed(7, number) for number in range(5)}) == 5
+
+
+ROW = (
+    {"role": "user", "content": "which day is it?", "name": "ann"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "I must ask.",
+        "tool_calls": [
+            {
+                "id": "call-1",
+                "type": "function",
+                "function": {"name": "date", "arguments": '{"zone": "UTC"}'},
+            }
+        ],
+    },
+    {"role": "tool", "content": "Monday", "name": "date", "tool_call_id": "call-1"},
+)
+
+
+@pytest.mark.parametrize("has_sessions", [False, True], ids=["function", "session"])
+def test_environment_in_a_child_receives_whole_messages(tmp_path: Path, has_sessions: bool) -> None:
+    task = EnvironmentContext(messages=[parse_message(message) for message in ROW])
+    if has_sessions:
+        function = f"{ENVIRONMENTS.with_name('session_environments.py')}:Recital"
+        with pool_of(tmp_path, interface="skyrl_gym", function=function) as pool:
+            shown = pool.session("g0/0", task).open().result(60).messages[0].message
+    else:
+        with conversation(tmp_path, "return_messages") as one:
+            turn = ChatMessage.of_text("assistant", "so it is Monday")
+            reply = one.pool.loop.run(one.pool.reply("g0/0", task, [turn])).result(60)
+            assert reply is not None
+            shown = reply.message
+    assert orjson.loads(shown.text) == list(ROW)
 
 
 @pytest.mark.parametrize("reads_audio", [False, True], ids=["images", "images, audio and videos"])

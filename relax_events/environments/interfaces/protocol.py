@@ -22,7 +22,7 @@ class Task:
     Attributes:
         sample_id: Of the sample, for texts.
         seed: The same for all samples of a prompt group, 0 to 2**31 - 1.
-        messages: The prompt, as `role` and `content`; media are `<image>` and so on.
+        messages: The prompt, as `Environment` receives it.
         answer: The reference answer.
         metadata: The row's metadata.
         files: The media of `messages`, in order; empty unless the adapter takes them.
@@ -30,7 +30,7 @@ class Task:
 
     sample_id: str
     seed: int
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     answer: str
     metadata: dict[str, Any]
     files: list[bytes] = field(default_factory=list)

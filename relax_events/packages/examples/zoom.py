@@ -18,7 +18,7 @@ QUARTER = re.compile(r"\b(top|bottom) (left|right)\b", re.IGNORECASE)
 def zoom(
     completion: str,
     *,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     answer: str,
     metadata: dict[str, Any],
     files: list[bytes],
