@@ -22,8 +22,7 @@ from relax_events.controller.autoscaler import Autoscaler
 from relax_events.controller.health import HealthLimits, decide
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
 from relax_events.controller.retention import RetentionManager, num_versions_needed
-from relax_events.controller.rollout_capacity import read_share_group_size
-from relax_events.controller.scaling_bounds import ScalingBounds
+from relax_events.controller.scaling_bounds import ScalingBounds, read_share_group_size
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError

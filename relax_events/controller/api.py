@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,14 +27,13 @@ from relax_events.controller.api_schemas import (
     ScaleBody,
     ScaleInBody,
     ScaleOutBody,
-    error_response,
 )
-from relax_events.controller.scaling_admission import RejectedError, ScaleCommand
+from relax_events.controller.scaling_admission import RejectedError
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.errors import BrokerError
 from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, RequestHead, identify_by_token, read_identity
-from relax_events.projections.scale_requests import Kind, Status
+from relax_events.projections.scale_requests import Kind, ScaleCommand, Status
 from relax_events.session.change_audit import FAILED, REFUSED, build_change
 
 RESPONSE_SECONDS = 10.0
@@ -70,19 +69,13 @@ BEARER = HTTPBearer(
         "otherwise."
     ),
 )
-UNEXPECTED: dict[int | str, dict[str, Any]] = {
-    "default": {"model": ApiResponse, "description": "Any other error."}
-}
-UNAUTHORIZED = error_response(401, "The token is missing or wrong.")
-UNAVAILABLE = error_response(
-    503, "The controller or its broker is unavailable; retry with the same key."
-)
-BAD_REQUEST = error_response(
-    400, "The call is malformed or can't be carried out; the message names the reason."
-)
-NOT_FOUND = error_response(404, "The model or the request does not exist.")
-CONFLICT = error_response(
-    409, "Another request for the model is open, or the key belongs to another call."
+ERRORS: tuple[tuple[int | str, str], ...] = (
+    (400, "The call is malformed or can't be carried out; the message names the reason."),
+    (401, "The token is missing or wrong."),
+    (404, "The model or the request does not exist."),
+    (409, "Another request for the model is open, or the key belongs to another call."),
+    (503, "The controller or its broker is unavailable; retry with the same key."),
+    ("default", "Any other error."),
 )
 
 
@@ -172,24 +165,10 @@ def _routes(caller: _Caller) -> APIRouter:
     routes = APIRouter(
         prefix="/rollout",
         dependencies=[Depends(BEARER)],
-        responses={**UNAUTHORIZED, **UNAVAILABLE, **BAD_REQUEST, **UNEXPECTED},
+        responses={code: {"model": ApiResponse, "description": text} for code, text in ERRORS},
     )
-    routes.include_router(_scale_out_routes(caller))
 
-    @routes.get("/engines", responses=NOT_FOUND)
-    def engines(model_name: ModelQuery = None) -> Engines:
-        """List the current workers."""
-        return caller.call(lambda service: service.engines(model_name))
-
-    routes.include_router(_scale_in_routes(caller))
-    return routes
-
-
-def _scale_out_routes(caller: _Caller) -> APIRouter:
-    """Build the routes that add workers, and list, show and cancel such requests."""
-    routes = APIRouter()
-
-    @routes.post("/scale_out", responses=NOT_FOUND | CONFLICT)
+    @routes.post("/scale_out")
     def scale_out(request: Request, body: ScaleOutBody, key: Key = "") -> ApiResponse:
         """Scale out to the given number of workers, or attach to SGLang servers."""
         command = _build_command(Kind.OUT, body, key)
@@ -197,19 +176,7 @@ def _scale_out_routes(caller: _Caller) -> APIRouter:
             request, body, lambda service: service.scale(command, dry_run=body.dry_run)
         )
 
-    @routes.get("/scale_out")
-    def list_scale_out(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """List scale-out requests: the open ones, and requests that ended within seven days or are
-        among the newest 100.
-        """
-        return caller.call(lambda service: service.views(Kind.OUT, model=model_name, status=status))
-
-    @routes.get("/scale_out/{request_id}", responses=NOT_FOUND)
-    def show_scale_out(request_id: RequestId) -> RequestView:
-        """Show a scale-out request."""
-        return caller.call(lambda service: service.view(request_id, Kind.OUT))
-
-    @routes.post("/scale_out/{request_id}/cancel", responses=NOT_FOUND)
+    @routes.post("/scale_out/{request_id}/cancel")
     def cancel_scale_out(request: Request, request_id: RequestId) -> ApiResponse:
         """Cancel an open scale-out request; the workers that it added are removed."""
         return caller.change(request, None, lambda service: service.cancel(request_id))
@@ -225,14 +192,7 @@ def _scale_out_routes(caller: _Caller) -> APIRouter:
             ),
         )
 
-    return routes
-
-
-def _scale_in_routes(caller: _Caller) -> APIRouter:
-    """Build the routes that remove workers, and list and show such requests."""
-    routes = APIRouter()
-
-    @routes.post("/scale_in", responses=NOT_FOUND | CONFLICT)
+    @routes.post("/scale_in")
     def scale_in(request: Request, body: ScaleInBody, key: Key = "") -> ApiResponse:
         """Scale in to the given number of workers, or detach SGLang servers; the newest workers
         are removed first, the initial ones never.
@@ -242,19 +202,31 @@ def _scale_in_routes(caller: _Caller) -> APIRouter:
             request, body, lambda service: service.scale(command, dry_run=body.dry_run)
         )
 
-    @routes.get("/scale_in")
-    def list_scale_in(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
-        """List scale-in requests: the open ones, and requests that ended within seven days or are
+    @routes.get("/engines")
+    def engines(model_name: ModelQuery = None) -> Engines:
+        """List the current workers."""
+        return caller.call(lambda service: service.engines(model_name))
+
+    for kind in Kind:
+        _add_views(routes, caller, kind)
+    return routes
+
+
+def _add_views(routes: APIRouter, caller: _Caller, kind: Kind) -> None:
+    """Add the routes that list and show the requests of a kind."""
+    path = f"/scale_{kind.value}"
+
+    @routes.get(path, name=f"list_scale_{kind.value}")
+    def list_requests(model_name: ModelQuery = None, status: StatusQuery = None) -> RequestList:
+        """List the requests: the open ones, and requests that ended within seven days or are
         among the newest 100.
         """
-        return caller.call(lambda service: service.views(Kind.IN, model=model_name, status=status))
+        return caller.call(lambda service: service.views(kind, model=model_name, status=status))
 
-    @routes.get("/scale_in/{request_id}", responses=NOT_FOUND)
-    def show_scale_in(request_id: RequestId) -> RequestView:
-        """Show a scale-in request."""
-        return caller.call(lambda service: service.view(request_id, Kind.IN))
-
-    return routes
+    @routes.get(f"{path}/{{request_id}}", name=f"show_scale_{kind.value}")
+    def show_request(request_id: RequestId) -> RequestView:
+        """Show a request."""
+        return caller.call(lambda service: service.view(service.request(request_id, kind)))
 
 
 def _build_command(kind: Kind, body: ScaleBody, key: str, *, force: bool = False) -> ScaleCommand:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from relax_events.controller.scaling_bounds import DEFAULT_MODEL
-from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
+from relax_events.projections.scale_requests import (
+    DEFAULT_MODEL,
+    MICROS,
+    Kind,
+    ScaleRequest,
+    Status,
+)
 
 MAX_COUNT = 1_000_000
 MAX_SECONDS = 86_400.0
@@ -101,9 +106,9 @@ class Skipped(BaseModel):
 class CancelResult(BaseModel):
     """The result of a call that cancels several requests."""
 
-    succeeded: list[str]
-    skipped: list[Skipped]
-    total_count: int
+    succeeded: list[str] = []
+    skipped: list[Skipped] = []
+    total_count: int = 0
     dry_run: bool
     filters: dict[str, str | None]
 
@@ -132,27 +137,25 @@ class RequestView(BaseModel):
     weight_version: int | None
 
     @classmethod
-    def from_request(cls, request: ScaleRequest) -> RequestView:
-        """Describe a request."""
-        is_out, failed = request.kind is Kind.OUT, [worker_id for worker_id, _ in request.failed]
+    def from_request(cls, request: ScaleRequest, status: Status, *, now: int) -> RequestView:
+        """Describe a request, as it is at a time."""
+        is_out, workers = request.kind is Kind.OUT, list(request.workers)
         return cls(
             request_id=request.request_id,
             kind=request.kind,
-            status=request.status,
-            model_name=request.model,
+            status=status,
+            model_name=request.command.model,
             num_replicas=request.target,
             engine_urls=list(request.urls),
-            engine_ids=list(request.workers) if is_out else [],
-            failed_engines=failed,
-            selected_engines=[] if is_out else list(request.workers),
-            removed_engines=[
-                worker_id for worker_id in request.workers if worker_id in request.exited_workers
-            ],
-            force=request.force,
+            engine_ids=workers if is_out else [],
+            failed_engines=list(request.failed),
+            selected_engines=[] if is_out else workers,
+            removed_engines=[worker_id for worker_id in workers if worker_id in request.exits],
+            force=request.command.force,
             timeout_secs=request.timeout / MICROS,
             created_at=request.created_at / MICROS,
             updated_at=request.updated_at / MICROS,
-            error_message=request.error or None,
+            error_message=request.describe_error(now=now) or None,
             weight_version=request.policy_version if request.policy_version >= 0 else None,
         )
 
@@ -169,11 +172,11 @@ class EngineView(BaseModel):
 
     rank: int
     engine_id: str
-    status: str
-    url: str | None
-    pid: int | None
-    node_id: str | None
-    policy_version: int | None
+    status: str = "waiting"
+    url: str | None = None
+    pid: int | None = None
+    node_id: str | None = None
+    policy_version: int | None = None
     is_protected: bool
 
 
@@ -201,8 +204,3 @@ class Engines(BaseModel):
 
     models: dict[str, ModelView]
     total_engines: int
-
-
-def error_response(status: int, text: str) -> dict[int | str, dict[str, Any]]:
-    """Describe an error of a route for the OpenAPI schema."""
-    return {status: {"model": ApiResponse, "description": text}}

@@ -5,7 +5,7 @@ and the loop that applies it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
 
@@ -13,11 +13,11 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.scaling import AutoscalerConfig
-from relax_events.controller.scaling_admission import TOLERANCE, RejectedError, ScaleCommand
-from relax_events.controller.scaling_bounds import DEFAULT_MODEL, WorkerPool
+from relax_events.controller.scaling_admission import TOLERANCE, RejectedError
+from relax_events.controller.scaling_bounds import WorkerPool
 from relax_events.controller.scaling_service import ScalingService
 from relax_events.projections.run_state import RunState
-from relax_events.projections.scale_requests import MICROS, Kind
+from relax_events.projections.scale_requests import DEFAULT_MODEL, MICROS, Kind, ScaleCommand
 from relax_events.projections.scaling import is_running
 
 log = structlog.get_logger()
@@ -125,25 +125,15 @@ def decide(
 
 def _scale_out_reason(looks: Sequence[Observation], rules: AutoscalerConfig) -> str:
     """Return the condition for more workers that holds; empty when none does."""
-    conditions: tuple[tuple[str, Callable[[Observation], float | None], float], ...] = (
-        ("usage", lambda look: look.usage, OUT_USAGE_RATIO),
-        (
-            "prompt groups queued for each worker",
-            lambda look: look.queued,
-            rules.out_queue_prompt_groups,
-        ),
-        (
-            "share of a step that the trainer waits",
-            lambda look: look.wait,
-            OUT_WAIT_RATIO,
-        ),
+    conditions = (
+        ("usage", "usage", OUT_USAGE_RATIO),
+        ("queued", "prompt groups queued for each worker", rules.out_queue_prompt_groups),
+        ("wait", "share of a step that the trainer waits", OUT_WAIT_RATIO),
     )
-    for what, of, bound in conditions:
-        values = _values_over(
-            looks, of, seconds=rules.out_seconds, every=rules.out_seconds / OBSERVATIONS
-        )
+    for metric, text, bound in conditions:
+        values = _values_over(looks, metric, rules, seconds=rules.out_seconds)
         if values and min(values) > bound:
-            return f"{what} above {bound:g} for {rules.out_seconds:g} s"
+            return f"{text} above {bound:g} for {rules.out_seconds:g} s"
     return ""
 
 
@@ -151,30 +141,18 @@ def _should_scale_in(looks: Sequence[Observation], rules: AutoscalerConfig, *, k
     """Return whether all conditions for fewer workers hold; the share `kept` of the current workers
     would remain.
     """
-
-    def over_time(of: Callable[[Observation], float | None]) -> list[float]:
-        return _values_over(
-            looks, of, seconds=rules.in_seconds, every=rules.out_seconds / OBSERVATIONS
-        )
-
     usages, queues, speeds = (
-        over_time(of)
-        for of in (
-            lambda look: look.usage,
-            lambda look: look.queued,
-            lambda look: look.groups_per_second,
-        )
+        _values_over(looks, metric, rules, seconds=rules.in_seconds)
+        for metric in ("usage", "queued", "groups_per_second")
     )
     if not usages or not queues or not speeds:
         return False
-    mean = fmean(speeds)
-    is_steady = pvariance(speeds) <= IN_THROUGHPUT_VARIANCE * mean * mean
-    projected = usages[-1] / kept
+    is_steady = pvariance(speeds) <= IN_THROUGHPUT_VARIANCE * fmean(speeds) ** 2
     return (
         max(usages) < IN_USAGE_RATIO
         and max(queues) <= 0
         and is_steady
-        and projected < IN_PROJECTED_USAGE_RATIO
+        and usages[-1] / kept < IN_PROJECTED_USAGE_RATIO
     )
 
 
@@ -188,18 +166,16 @@ def _is_trainer_bottleneck(look: Observation) -> bool:
 
 
 def _values_over(
-    looks: Sequence[Observation],
-    of: Callable[[Observation], float | None],
-    *,
-    seconds: float,
-    every: float,
+    looks: Sequence[Observation], metric: str, rules: AutoscalerConfig, *, seconds: float
 ) -> list[float]:
     """Return a metric over the last seconds; empty where too few observations know it."""
+    every = rules.out_seconds / OBSERVATIONS
     begin = looks[-1].at - int(seconds * MICROS)
     if looks[0].at > begin + int(every * MICROS):
         return []
-    values = [value for look in looks if look.at >= begin and (value := of(look)) is not None]
-    return values if len(values) >= MIN_COVERAGE * seconds / every else []
+    values = [getattr(look, metric) for look in looks if look.at >= begin]
+    reported = [value for value in values if value is not None]
+    return reported if len(reported) >= MIN_COVERAGE * seconds / every else []
 
 
 class Autoscaler:
@@ -236,9 +212,9 @@ class Autoscaler:
         if pool is None or not self._rules.enabled or self._run.ended is not None or not is_due:
             return
         self._observations.append(self.observe(now=now, num_unfinished=num_unfinished))
-        if self._service.state.open_request(DEFAULT_MODEL) is not None:
+        if self._service.state.open_request(pool.role, now=now) is not None:
             return
-        num_wanted = pool.num_at_start + len(self._service.state.remaining_workers(pool.role))
+        num_wanted = pool.num_desired(self._service.state)
         last_out, last_in = self._last_request_at(Kind.OUT), self._last_request_at(Kind.IN)
         verdict = decide(
             self._observations,
@@ -250,24 +226,18 @@ class Autoscaler:
         )
         if verdict is None:
             return
+        command = ScaleCommand(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}")
+        decision = {"direction": verdict.kind, "target": verdict.target}
         try:
-            answer = self._service.scale(
-                ScaleCommand(kind=verdict.kind, target=verdict.target, key=f"{KEY}{now}"),
-                dry_run=False,
-            )
+            answer = self._service.scale(command, dry_run=False)
+        except RejectedError as refusal:
+            log.info("scaling.rejected", **decision, reason=str(refusal))
+        else:
             log.info(
                 "scaling.requested",
-                direction=verdict.kind,
-                target=verdict.target,
+                **decision,
                 reason=verdict.reason,
                 request_id=answer.request_id,
-            )
-        except RejectedError as refusal:
-            log.info(
-                "scaling.rejected",
-                direction=verdict.kind,
-                target=verdict.target,
-                reason=str(refusal),
             )
 
     def _last_request_at(self, kind: Kind) -> int:
@@ -277,7 +247,7 @@ class Autoscaler:
         ours = (
             request
             for request in self._service.state.requests.values()
-            if request.kind is kind and request.key.startswith(KEY)
+            if request.kind is kind and request.command.key.startswith(KEY)
         )
         return max((request.created_at for request in ours), default=0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -23,7 +24,7 @@ from relax_events.projections.run_state import (
     is_silent,
     max_sample_staleness,
 )
-from relax_events.projections.scale_requests import STAGES, Kind
+from relax_events.projections.scale_requests import ENDS, Kind, Status
 from relax_events.projections.scaling import ScaleState
 
 OF_WORKERS = (Symptom.SILENT, Symptom.OVERDUE, Symptom.STUCK, Symptom.SLOW_START)
@@ -98,12 +99,13 @@ class ScaleMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric family."""
+        now = now_micros()
+        ended = self._state.count_ended(now=now)
         open_now = Counter(
-            (request.role, request.kind, request.status)
+            (request.role, request.kind, self._state.status(request, now=now))
             for request in list(self._state.requests.values())
-            if request.is_open
+            if request.is_open(now=now)
         )
-        ended = Counter(self._state.num_ended)
         labels = ["role", "direction", "status"]
         pending = GaugeMetricFamily(
             "relax_scale_requests_open",
@@ -121,17 +123,13 @@ class ScaleMetrics(Collector):
             labels=["role"],
         )
         for pool in self._bounds.pools.values():
-            for kind in Kind:
-                for stage, statuses in enumerate(STAGES[kind]):
-                    is_last = stage == len(STAGES[kind]) - 1
-                    family, counts = (over, ended) if is_last else (pending, open_now)
-                    for status in sorted(statuses):
-                        family.add_metric(
-                            [pool.role, kind, status], counts[pool.role, kind, status]
-                        )
-            desired_workers.add_metric(
-                [pool.role], pool.num_at_start + len(self._state.remaining_workers(pool.role))
-            )
+            for kind, status in product(Kind, Status):
+                key = (pool.role, kind, status)
+                if status in ENDS[kind]:
+                    over.add_metric(key, ended[key])
+                elif status not in ENDS[Kind.OUT] | ENDS[Kind.IN]:
+                    pending.add_metric(key, open_now[key])
+            desired_workers.add_metric([pool.role], pool.num_desired(self._state))
         yield from (pending, over, desired_workers)
 
 

@@ -4,14 +4,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from relax_events.controller.scaling_bounds import DEFAULT_MODEL, ScalingBounds, WorkerPool
-from relax_events.projections.scale_requests import MICROS, Kind, ScaleRequest, Status
+from relax_events.controller.scaling_bounds import ScalingBounds, WorkerPool
+from relax_events.events.types import RunCommanded
+from relax_events.projections.scale_requests import (
+    DEFAULT_MODEL,
+    MICROS,
+    Kind,
+    ScaleCommand,
+    ScaleRequest,
+    Status,
+)
 from relax_events.projections.scaling import ElasticWorker, ScaleState
 
 TOLERANCE = 0.1
@@ -38,42 +45,6 @@ class ConflictError(RejectedError):
     word = "CONFLICT"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleCommand:
-    """A caller's wish.
-
-    Attributes:
-        kind: Add or remove workers.
-        model: The model whose workers are meant.
-        target: Wanted number of workers, the initial ones included; 0 when `urls` are given.
-        urls: Servers to attach to, or to detach.
-        timeout_seconds: Time limit of the request; None for the run file's.
-        force: Remove workers without draining them.
-        key: Idempotency key, by which a repeated call is recognised; empty for none.
-    """
-
-    kind: Kind
-    model: str = DEFAULT_MODEL
-    target: int = 0
-    urls: tuple[str, ...] = ()
-    timeout_seconds: float | None = None
-    force: bool = False
-    key: str = ""
-
-    @property
-    def digest(self) -> str:
-        """Digest of every field but the key."""
-        digest_fields = (
-            self.kind.value,
-            self.model,
-            self.target,
-            self.urls,
-            self.timeout_seconds,
-            self.force,
-        )
-        return hashlib.blake2b(repr(digest_fields).encode(), digest_size=16).hexdigest()
-
-
 @dataclass(frozen=True, slots=True)
 class Admission:
     """The result of a command: a new request, the request of an identical earlier call, or nothing
@@ -98,32 +69,29 @@ def admit(
     Raises:
         RejectedError, NotFoundError, ConflictError: The command is not accepted.
     """
-    if (earlier_request := _find_repeated_call(state, command)) is not None:
-        return Admission(
-            earlier_request,
-            False,
-            f"request {earlier_request.request_id} was made by an identical call",
-        )
-    pool = _find_pool(bounds, command)
+    if (earlier := _find_repeated_call(state, command)) is not None:
+        text = f"request {earlier.request_id} was made by an identical call"
+        return Admission(earlier, False, text)
+    pool = find_pool(bounds, command.model)
     _require_within_bounds(bounds, pool, command)
-    workers_or_reason = (
+    workers = (
         _workers_to_add(state, bounds, pool, command)
         if command.kind is Kind.OUT
         else _workers_to_remove(state, pool, command)
     )
-    if isinstance(workers_or_reason, str):
-        return Admission(None, False, workers_or_reason)
-    _require_beyond_tolerance(state, bounds, pool, command, num_changed=len(workers_or_reason))
-    if (other := state.open_request(pool.model)) is not None:
+    if isinstance(workers, str):
+        return Admission(None, False, workers)
+    request = _build_request(state, bounds, pool, command, workers, now=now)
+    if bounds.has_external_autoscaler:
+        _require_beyond_tolerance(pool, before=pool.num_desired(state), after=request.target)
+    if (other := state.open_request(pool.role, now=now)) is not None:
         raise ConflictError(
-            f"request {other.request_id} for {pool.model} is {other.status.value}; wait for "
-            "its end, or cancel it"
+            f"request {other.request_id} for {pool.model} is "
+            f"{state.status(other, now=now).value}; wait for its end, or cancel it"
         )
-    return Admission(
-        _build_request(state, bounds, pool, command, workers_or_reason, now=now),
-        True,
-        _describe(command, pool, workers_or_reason),
-    )
+    forms = ("comes", "come") if command.kind is Kind.OUT else ("goes", "go")
+    text = f"{', '.join(request.workers)} {forms[len(workers) > 1]}, of model {pool.model}"
+    return Admission(request, True, text)
 
 
 def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: ScaleCommand) -> None:
@@ -166,97 +134,91 @@ def _require_within_bounds(bounds: ScalingBounds, pool: WorkerPool, command: Sca
         )
 
 
-def _require_beyond_tolerance(
-    state: ScaleState,
-    bounds: ScalingBounds,
-    pool: WorkerPool,
-    command: ScaleCommand,
-    *,
-    num_changed: int,
-) -> None:
+def _require_beyond_tolerance(pool: WorkerPool, *, before: int, after: int) -> None:
     """Refuse a change that Kubernetes' HorizontalPodAutoscaler, and so KEDA, would ignore.
 
     Source: kubernetes.io, "Horizontal Pod Autoscaling", tolerance 0.1.
     """
-    num_workers = pool.num_at_start + len(state.remaining_workers(pool.role))
-    larger = num_workers + (num_changed if command.kind is Kind.OUT else 0)
-    if bounds.has_external_autoscaler and num_changed <= TOLERANCE * larger:
+    num_changed = abs(after - before)
+    if num_changed <= TOLERANCE * max(before, after):
         raise RejectedError(
-            f"{num_workers} workers of {pool.model} would change by {num_changed}: Kubernetes "
+            f"{before} workers of {pool.model} would change by {num_changed}: Kubernetes "
             "ignores a change of at most a tenth; change more workers at once"
         )
 
 
 def _find_repeated_call(state: ScaleState, command: ScaleCommand) -> ScaleRequest | None:
-    earlier_request = next(
-        (
-            request
-            for request in state.requests.values()
-            if command.key and request.key == command.key
-        ),
-        None,
-    )
-    if earlier_request is not None and earlier_request.digest != command.digest:
-        raise ConflictError(
-            f"the key {command.key} belongs to request {earlier_request.request_id}, "
-            "with other arguments; take another key"
-        )
-    return earlier_request
+    for request in state.requests.values():
+        if not command.key or request.command.key != command.key:
+            continue
+        if request.command != command:
+            raise ConflictError(
+                f"the key {command.key} belongs to request {request.request_id}, "
+                "with other arguments; take another key"
+            )
+        return request
+    return None
 
 
-def _find_pool(bounds: ScalingBounds, command: ScaleCommand) -> WorkerPool:
-    if command.model not in bounds.pools:
+def find_pool(bounds: ScalingBounds, model: str) -> WorkerPool:
+    """Return the workers of a model.
+
+    Raises:
+        NotFoundError: The run has no such model.
+    """
+    if model not in bounds.pools:
         there = ", ".join(bounds.pools) or "none: it replays another run"
-        raise NotFoundError(f"this run has no model {command.model!a}; there is {there}")
-    return bounds.pools[command.model]
+        raise NotFoundError(f"this run has no model {model[:80]!a}; there is {there}")
+    return bounds.pools[model]
 
 
 def _workers_to_add(
     state: ScaleState, bounds: ScalingBounds, pool: WorkerPool, command: ScaleCommand
 ) -> list[ElasticWorker] | str:
     """Return the workers to add, or why none is needed."""
-    there = state.remaining_workers(pool.role)
-    num_there = pool.num_at_start + len(there)
+    num_there = pool.num_desired(state)
     first = state.next_index(pool.role, num_at_start=pool.num_at_start)
     if bounds.has_external_autoscaler:
         first = num_there  # a StatefulSet's next pod
         if (leaving := state.workers.get(f"{pool.role}-{first}")) is not None:
             raise ConflictError(f"{leaving.worker_id} still leaves; repeat the call once it has")
-    if not command.urls:
-        if command.target <= num_there:
-            return f"workers of {pool.model} there are: {num_there}"
-        if pool.urls:
-            remedy = (
-                "name other servers in engine_urls"
-                if pool.model == DEFAULT_MODEL
-                else "leave the urls out of the run file"
-            )
-            raise RejectedError(
-                f"workers of {pool.model} attach to servers, and the servers of the run file have "
-                f"theirs; {remedy}"
-            )
-        return [
-            ElasticWorker(f"{pool.role}-{first + index}", pool.role, "")
-            for index in range(command.target - num_there)
-        ]
+    if command.urls:
+        urls = _urls_to_attach(state, pool, command)
+    elif pool.urls and command.target > num_there:
+        remedy = (
+            "name other servers in engine_urls"
+            if pool.model == DEFAULT_MODEL
+            else "leave the urls out of the run file"
+        )
+        raise RejectedError(
+            f"workers of {pool.model} attach to servers, and the servers of the run file have "
+            f"theirs; {remedy}"
+        )
+    else:
+        urls = [""] * (command.target - num_there)
+    if not urls and command.urls:
+        return "all these servers are attached already"
+    return [
+        ElasticWorker(f"{pool.role}-{index}", pool.role, url)
+        for index, url in enumerate(urls, start=first)
+    ] or f"workers of {pool.model} there are: {num_there}"
+
+
+def _urls_to_attach(state: ScaleState, pool: WorkerPool, command: ScaleCommand) -> list[str]:
+    """Return the servers of a command that no worker is attached to."""
     if pool.model != DEFAULT_MODEL:
         raise RejectedError(
             f"engine_urls are of servers for model {DEFAULT_MODEL!r}, got model "
             f"{pool.model!r}; give num_replicas"
         )
-    attached = {worker.url for worker in there} | {url.rstrip("/") for url in pool.urls}
-    new = [url for url in dict.fromkeys(map(_checked_url, command.urls)) if url not in attached]
-    if num_there + len(new) > pool.max_workers:
+    attached = {worker.url for worker in state.remaining_workers(pool.role)}
+    attached |= {url.rstrip("/") for url in pool.urls}
+    urls = [url for url in dict.fromkeys(map(_checked_url, command.urls)) if url not in attached]
+    if (num_workers := pool.num_desired(state) + len(urls)) > pool.max_workers:
         raise RejectedError(
-            f"{num_there + len(new)} workers of {pool.model} are more than "
-            f"{pool.max_workers}: {pool.limit}"
+            f"{num_workers} workers of {pool.model} are more than {pool.max_workers}: {pool.limit}"
         )
-    if not new:
-        return "all these servers are attached already"
-    return [
-        ElasticWorker(f"{pool.role}-{first + index}", pool.role, url)
-        for index, url in enumerate(new)
-    ]
+    return urls
 
 
 def _checked_url(url: str) -> str:
@@ -299,10 +261,9 @@ def _workers_to_remove(
             f"the run starts with {pool.num_at_start} workers of {pool.model}, and they stay; "
             f"num_replicas must be >= {pool.num_at_start}, got {command.target}"
         )
-    surplus = pool.num_at_start + len(there) - command.target
-    if surplus <= 0:
-        return f"workers of {pool.model} there are: {pool.num_at_start + len(there)}"
-    return list(reversed(there))[:surplus]
+    surplus = max(pool.num_desired(state) - command.target, 0)
+    newest_first = list(reversed(there))[:surplus]
+    return newest_first or f"workers of {pool.model} there are: {pool.num_desired(state)}"
 
 
 def _build_request(
@@ -314,35 +275,30 @@ def _build_request(
     *,
     now: int,
 ) -> ScaleRequest:
-    usual = pool.timeout if command.kind is Kind.OUT else bounds.drain
-    sign = 1 if command.kind is Kind.OUT else -1
+    is_out = command.kind is Kind.OUT
+    timeout = pool.timeout if is_out else bounds.drain
+    if command.timeout_seconds is not None:
+        timeout = int(command.timeout_seconds * MICROS)
+    num_changed = len(workers) if is_out else -len(workers)
     return ScaleRequest(
         request_id=f"scale-{command.kind.value}-{uuid.uuid4().hex[:12]}",
-        kind=command.kind,
-        model=pool.model,
+        command=command,
         role=pool.role,
-        target=command.target
-        or pool.num_at_start + len(state.remaining_workers(pool.role)) + sign * len(workers),
+        target=pool.num_desired(state) + num_changed,
         workers=tuple(worker.worker_id for worker in workers),
         urls=tuple(worker.url for worker in workers) if command.urls else (),
-        timeout=usual if command.timeout_seconds is None else int(command.timeout_seconds * MICROS),
-        force=command.force,
+        timeout=timeout,
         policy_version=state.policy_version if state.policy_version > bounds.first_version else -1,
-        key=command.key,
-        digest=command.digest,
+        exit_deadline=0 if is_out else now + timeout + bounds.confirm,
         created_at=now,
         updated_at=now,
     )
 
 
-def _describe(command: ScaleCommand, pool: WorkerPool, workers: Sequence[ElasticWorker]) -> str:
-    names = ", ".join(worker.worker_id for worker in workers)
-    come, go = ("comes", "goes") if len(workers) == 1 else ("come", "go")
-    return f"{names} {come if command.kind is Kind.OUT else go}, of model {pool.model}"
-
-
-def require_cancellable(request: ScaleRequest) -> ScaleRequest:
-    """Return a request that may be cancelled.
+def cancel(
+    state: ScaleState, bounds: ScalingBounds, request: ScaleRequest, *, now: int
+) -> RunCommanded:
+    """Return the record that ends a request by the caller's wish: its workers leave again.
 
     Raises:
         RejectedError: The request is over, or removes workers: a drain that has begun is not
@@ -353,9 +309,15 @@ def require_cancellable(request: ScaleRequest) -> ScaleRequest:
             f"request {request.request_id} removes workers, which can't be cancelled; add "
             "them again"
         )
-    if not request.is_open or request.status is Status.REMOVING:
+    if not request.is_undecided:
         raise RejectedError(
-            f"request {request.request_id} is {request.status.value}; only what has not "
-            "ended can be cancelled"
+            f"request {request.request_id} is {state.status(request, now=now).value}; only what "
+            "has not ended can be cancelled"
         )
-    return request
+    ended = request.end(
+        Status.CANCELLED,
+        now=now,
+        exit_deadline=now + bounds.drain + bounds.confirm,
+        returned=request.workers,
+    )
+    return ended.to_record()

@@ -1,21 +1,28 @@
-"""The limits of scaling: which roles are elastic, and how many workers each may have."""
+"""The limits of scaling: which roles are elastic, and how many workers each may have. Each lane of
+a rollout worker is a member of the share group, and the brokers limit its size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
+
+import structlog
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import (
-    REMEDY,
-    SHARE_GROUP_SIZE_KEY,
-    max_rollout_workers,
-)
-from relax_events.projections.scale_requests import MICROS
+from relax_events.errors import BrokerError, ConfigError
+from relax_events.kafka.admin import Admin
+from relax_events.projections.scale_requests import DEFAULT_MODEL, MICROS
+from relax_events.projections.scaling import ScaleState
 from relax_events.topics import TopicPlan
 
-DEFAULT_MODEL = "default"
-"""The policy's engines: the rollout workers."""
+log = structlog.get_logger()
+SHARE_GROUP_SIZE_KEY = "group.share.max.size"
+REMEDY = (
+    f"lower engine.max_prompt_groups, run fewer rollout workers, or raise "
+    f"{SHARE_GROUP_SIZE_KEY} on the brokers (Kafka's maximum is 1000)"
+)
 ELASTIC_ROLES = ("rollout", "reward", "judge", "reference", "actor-forward", "teacher")
 """Roles that take work from a queue or from partitions, which their workers share."""
 CONFIRM_SECONDS = 30.0
@@ -46,6 +53,10 @@ class WorkerPool:
     timeout: int
     least_timeout: int = 0
     urls: tuple[str, ...] = ()
+
+    def num_desired(self, state: ScaleState) -> int:
+        """Return the desired number of workers, the initial ones included."""
+        return self.num_at_start + len(state.remaining_workers(self.role))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +105,23 @@ def _build_pool(
     """Build a role's pool. Members of a consumer group beyond its partitions would get no work, and
     a share group refuses members beyond its size.
     """
-    plan, most = TopicPlan.from_config(config), config.scaling.max_workers
-    limit = f"scaling.max_workers = {most}"
-    if role != "rollout" and plan.num_sample_partitions < most:
-        most, limit = (
-            plan.num_sample_partitions,
-            (
-                f"each needs a partition, and there are {plan.num_sample_partitions} "
-                "(broker.partitions_per_version)"
-            ),
+    most = config.scaling.max_workers
+    limits = [(most, f"scaling.max_workers = {most}")]
+    if role != "rollout":
+        partitions = TopicPlan.from_config(config).num_sample_partitions
+        text = f"each needs a partition, and there are {partitions} (broker.partitions_per_version)"
+        limits.append((partitions, text))
+    elif config.broker.prompt_queue == "consumer_group":
+        partitions = config.broker.queue_partitions
+        text = f"each needs a partition, and broker.queue_partitions = {partitions}"
+        limits.append((partitions, text))
+    elif share_group_size is not None:
+        text = (
+            f"each has {config.num_lanes} lanes, and {SHARE_GROUP_SIZE_KEY} = {share_group_size} "
+            f"on the brokers; {REMEDY}"
         )
-    elif (
-        role == "rollout"
-        and config.broker.prompt_queue == "consumer_group"
-        and config.broker.queue_partitions < most
-    ):
-        most, limit = (
-            config.broker.queue_partitions,
-            (
-                "each needs a partition, and broker.queue_partitions = "
-                f"{config.broker.queue_partitions}"
-            ),
-        )
-    elif (
-        role == "rollout"
-        and share_group_size is not None
-        and max_rollout_workers(config, share_group_size) < most
-    ):
-        most = max_rollout_workers(config, share_group_size)
-        limit = (
-            f"each has {config.num_lanes} lanes, and {SHARE_GROUP_SIZE_KEY} = "
-            f"{share_group_size} on the brokers; "
-            f"{REMEDY}"
-        )
+        limits.append((share_group_size // config.num_lanes, text))
+    most, limit = min(limits, key=itemgetter(0))
     engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
     urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
     least_seconds = engine.start_limit_seconds if engine is not None else 0.0
@@ -139,4 +134,50 @@ def _build_pool(
         timeout=int(max(config.health.start_seconds, least_seconds) * MICROS),
         least_timeout=int(least_seconds * MICROS),
         urls=urls,
+    )
+
+
+def _has_share_group(config: RunConfig) -> bool:
+    """Return whether the run's rollout workers share the prompt queue by a share group."""
+    return config.broker.prompt_queue == "share_group" and "rollout" in config.roles()
+
+
+def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
+    """Return how many members the brokers allow a share group; None where the run has none, or the
+    brokers do not report it.
+    """
+    if not _has_share_group(config):
+        return None
+    try:
+        size = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
+    except BrokerError as error:
+        log.info("share_group_size.read_failed", error=str(error))
+        return None
+    return int(size) if size else None
+
+
+def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
+    """Return the capacity for rollout workers as text.
+
+    Args:
+        config: The run.
+        size: As `read_share_group_size` returns it.
+    Raises:
+        ConfigError: The initial rollout workers do not fit.
+    """
+    if not _has_share_group(config):
+        return "no share group"
+    if size is None:
+        return f"the brokers do not report {SHARE_GROUP_SIZE_KEY}"
+    num_workers = config.roles()["rollout"]
+    num_members = num_workers * config.num_lanes
+    if num_members > size:
+        raise ConfigError(
+            f"{num_workers} rollout workers x {config.num_lanes} lanes = {num_members} members "
+            f"are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = {size}; "
+            f"{REMEDY}"
+        )
+    return (
+        f"room for {size // config.num_lanes} rollout workers of {config.num_lanes} lanes "
+        f"({SHARE_GROUP_SIZE_KEY} = {size})"
     )

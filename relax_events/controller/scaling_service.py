@@ -20,13 +20,13 @@ from relax_events.controller.api_schemas import (
     RequestView,
     Skipped,
 )
-from relax_events.controller.scaling_admission import NotFoundError, RejectedError, ScaleCommand
+from relax_events.controller.scaling_admission import NotFoundError, RejectedError
 from relax_events.controller.scaling_bounds import ScalingBounds, WorkerPool
-from relax_events.controller.scaling_decisions import decide, find_exits
+from relax_events.controller.scaling_decisions import decide
 from relax_events.events.parts import now_micros
 from relax_events.events.types import ChangeRequested, RunCommanded
-from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
-from relax_events.projections.scaling import DesiredState, ScaleState
+from relax_events.projections.scale_requests import Kind, ScaleCommand, ScaleRequest, Status
+from relax_events.projections.scaling import ScaleState
 
 Result = TypeVar("Result")
 RecordChange = Callable[[ChangeRequested], None]
@@ -80,12 +80,9 @@ class ScalingService:
         self._emit, self.record = give, record
 
     def reconcile(self) -> None:
-        """Advance every request as far as possible."""
-        while steps := [
-            *decide(self.state, self.bounds, now=now_micros()),
-            *find_exits(self.state, self.bounds, now=now_micros()),
-        ]:
-            self._emit(steps)
+        """Write what is decided for the requests by now."""
+        while commands := decide(self.state, self.bounds, now=now_micros()):
+            self._emit(commands)
 
     def scale(self, command: ScaleCommand, *, dry_run: bool) -> ApiResponse:
         """Open a request, unless there is nothing to do or this is a dry run.
@@ -105,39 +102,41 @@ class ScalingService:
                 selected_engines=names,
             )
         if decision.is_new:
-            self._emit([request.open_command(reason=decision.text)])
+            self._emit([request.to_record(reason=decision.text)])
         return ApiResponse(
             request_id=request.request_id,
-            status=request.status,
+            status=self.state.status(request, now=now_micros()),
             message=decision.text,
             selected_engines=names,
         )
 
-    def request(self, request_id: str, kind: Kind | None = None) -> ScaleRequest:
+    def request(self, request_id: str, kind: Kind) -> ScaleRequest:
         """Return a request.
 
         Raises:
             NotFoundError: There is none of that id and kind.
         """
         request = self.state.requests.get(request_id)
-        if request is None or kind not in (None, request.kind):
+        if request is None or request.kind is not kind:
             raise NotFoundError(
                 f"there is no request {request_id[:80]!a} among those that are kept"
             )
         return request
 
-    def view(self, request_id: str, kind: Kind) -> RequestView:
-        """Describe a request; raises as `request`."""
-        return RequestView.from_request(self.request(request_id, kind))
+    def view(self, request: ScaleRequest) -> RequestView:
+        """Describe a request."""
+        now = now_micros()
+        return RequestView.from_request(request, self.state.status(request, now=now), now=now)
 
     def views(self, kind: Kind, *, model: str | None, status: Status | None) -> RequestList:
-        """Describe the requests of a kind."""
-        shown = [
-            RequestView.from_request(request)
-            for request in self._matching(model, status)
-            if request.kind is kind
+        """Describe the requests of a kind, of one model or in one status."""
+        views = [
+            view
+            for request in self.state.requests.values()
+            if request.kind is kind and model in (None, request.command.model)
+            if status in (None, (view := self.view(request)).status)
         ]
-        return RequestList(requests=shown, total_count=len(shown))
+        return RequestList(requests=views, total_count=len(views))
 
     def cancel(self, request_id: str) -> ApiResponse:
         """Cancel a request and remove the workers that it has added.
@@ -145,61 +144,36 @@ class ScalingService:
         Raises:
             RejectedError, NotFoundError: It can't be cancelled, or there is none.
         """
-        request = admission.require_cancellable(self.request(request_id, Kind.OUT))
-        self._cancel(request)
-        names = list(request.workers)
+        request = self.request(request_id, Kind.OUT)
+        self._emit([admission.cancel(self.state, self.bounds, request, now=now_micros())])
         return ApiResponse(
             request_id=request_id,
             status=Status.REMOVING,
-            message=f"cancelled: {', '.join(names)}",
-            selected_engines=names,
+            message=f"cancelled: {', '.join(request.workers)}",
+            selected_engines=list(request.workers),
         )
 
     def cancel_all(
         self, *, model: str | None, status: Status | None, dry_run: bool
     ) -> CancelResult:
         """Cancel every matching request that can be cancelled."""
-        succeeded, skipped = [], []
-        requests = [
-            request for request in self._matching(model, status) if request.kind is Kind.OUT
-        ]
-        for request in requests:
+        result = CancelResult(
+            dry_run=dry_run, filters={"model_name": model, "status_filter": status}
+        )
+        for view in self.views(Kind.OUT, model=model, status=status).requests:
+            request, result.total_count = (
+                self.state.requests[view.request_id],
+                result.total_count + 1,
+            )
             try:
-                admission.require_cancellable(request)
+                command = admission.cancel(self.state, self.bounds, request, now=now_micros())
             except RejectedError as rejection:
-                skipped.append(Skipped(request_id=request.request_id, reason=str(rejection)))
+                result.skipped.append(Skipped(request_id=request.request_id, reason=str(rejection)))
                 continue
-            succeeded.append(request.request_id)
+            result.succeeded.append(request.request_id)
             if not dry_run:
-                self._cancel(request)
-        filters = {"model_name": model, "status_filter": status}
-        return CancelResult(
-            succeeded=succeeded,
-            skipped=skipped,
-            total_count=len(requests),
-            dry_run=dry_run,
-            filters=filters,
-        )
-
-    def _cancel(self, request: ScaleRequest) -> None:
-        self._emit(
-            [
-                request.status_command(
-                    Status.REMOVING,
-                    now=now_micros(),
-                    outcome=Status.CANCELLED,
-                    reason="cancelled by a caller",
-                )
-            ]
-        )
-
-    def _matching(self, model: str | None, status: Status | None) -> list[ScaleRequest]:
-        requests = self.state.requests.values()
-        return [
-            request
-            for request in requests
-            if model in (None, request.model) and status in (None, request.status)
-        ]
+                self._emit([command])
+        return result
 
     def engines(self, model: str | None) -> Engines:
         """Describe the current workers.
@@ -207,53 +181,52 @@ class ScalingService:
         Raises:
             NotFoundError: The run has no such model.
         """
-        pools = self.bounds.pools
-        if model is not None and model not in pools:
-            raise NotFoundError(
-                f"this run has no model {model[:80]!a}; there is {', '.join(pools) or 'none'}"
-            )
-        shown = {name: self._model(pool) for name, pool in pools.items() if model in (None, name)}
+        pools = self.bounds.pools.values()
+        chosen = pools if model is None else [admission.find_pool(self.bounds, model)]
+        models = {pool.model: self._model(pool) for pool in chosen}
         return Engines(
-            models=shown, total_engines=sum(view.total_engines for view in shown.values())
+            models=models, total_engines=sum(view.total_engines for view in models.values())
         )
 
     def _model(self, pool: WorkerPool) -> ModelView:
-        elastic = [
-            worker
-            for worker in self.state.workers.values()
-            if worker.role == pool.role and worker.desired_state is not DesiredState.PENDING
+        added = [worker for worker in self.state.workers.values() if worker.role == pool.role]
+        engines = [
+            [
+                self._engine(f"{pool.role}-{index}", is_protected=True)
+                for index in range(pool.num_at_start)
+            ],
+            [self._engine(worker.worker_id, url=worker.url or None) for worker in added],
         ]
-        first = [
-            self._engine(f"{pool.role}-{index}", is_protected=True)
-            for index in range(pool.num_at_start)
-        ]
-        added = [self._engine(worker.worker_id, url=worker.url or None) for worker in elastic]
         groups = [
             EngineGroup(
                 group_index=group_index,
                 worker_type=pool.role,
                 num_gpus_per_engine=1,
                 num_new_engines=len(added) * group_index,
-                engines=engines,
+                engines=views,
             )
-            for group_index, engines in enumerate((first, added))
-            if engines
+            for group_index, views in enumerate(engines)
+            if views
         ]
-        return ModelView(engine_groups=groups, total_engines=len(first) + len(added))
+        return ModelView(engine_groups=groups, total_engines=sum(map(len, engines)))
 
     def _engine(
         self, worker_id: str, *, url: str | None = None, is_protected: bool = False
     ) -> EngineView:
-        heartbeat = self.state.last_heartbeats.get(worker_id)
-        return EngineView(
+        view = EngineView(
             rank=int(worker_id.rpartition("-")[2]),
             engine_id=worker_id,
-            status=heartbeat.state.value if heartbeat else "waiting",
             url=url,
-            pid=heartbeat.pid if heartbeat else None,
-            node_id=heartbeat.host if heartbeat else None,
-            policy_version=heartbeat.policy_version
-            if heartbeat and heartbeat.policy_version >= 0
-            else None,
             is_protected=is_protected,
+        )
+        if (heartbeat := self.state.last_heartbeats.get(worker_id)) is None:
+            return view
+        has_version = heartbeat.policy_version >= 0
+        return view.model_copy(
+            update={
+                "status": heartbeat.state.value,
+                "pid": heartbeat.pid,
+                "node_id": heartbeat.host,
+                "policy_version": heartbeat.policy_version if has_version else None,
+            }
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
+from relax_events.controller.scaling_bounds import read_share_group_size, require_rollout_capacity
 from relax_events.errors import CheckFailed, ConfigError, ObjectError, WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.kafka.connection import Connection

@@ -15,7 +15,7 @@ import orjson
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.controller.rollout_capacity import read_share_group_size, require_rollout_capacity
+from relax_events.controller.scaling_bounds import read_share_group_size, require_rollout_capacity
 from relax_events.errors import BrokerError, RelaxError
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded

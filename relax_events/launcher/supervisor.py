@@ -46,7 +46,7 @@ from relax_events.launcher.worker_processes import (
     worker_modules,
 )
 from relax_events.objects.credentials import build_worker_store_environment
-from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason
+from relax_events.projections.scaling import ElasticWorker, ExitReason
 from relax_events.runtime.control_view import RESTART_CODE
 from relax_events.runtime.hosting import SEPARATOR
 from relax_events.session.principals import build_worker_credentials
@@ -173,10 +173,10 @@ class Supervisor:
         managed = self._processes.get(worker.worker_id)
         if managed is not None and managed.abandoned_reason:
             return ExitReason.FAILED, managed.abandoned_reason
-        if worker.desired_state is DesiredState.RUNNING and managed is None:
-            managed = self._processes[worker.worker_id] = self._build_elastic(worker)
-            self._spawn(managed)
-        if worker.desired_state is not DesiredState.LEAVING:
+        if not worker.is_leaving:
+            if managed is None:
+                managed = self._processes[worker.worker_id] = self._build_elastic(worker)
+                self._spawn(managed)
             return None
         if managed is None or managed.process is None:
             return ExitReason.ABSENT, "there was no process"

@@ -1,11 +1,19 @@
-"""Scale requests, and the commands that put them on the control log."""
+"""Scale requests, and their records on the control log.
+
+The record of a request is the request itself. It is written at most twice. The first changes the
+desired number of a role's workers: its workers are added, or leave. The second ends a request that
+adds workers, and names those that leave again. A status is not recorded: `ScaleState.status`
+computes it from these, from the exits of the workers and from their heartbeats.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+from pydantic import TypeAdapter, ValidationError
 
 from relax_events.events.parts import Command
 from relax_events.events.types import RunCommanded
@@ -38,205 +46,174 @@ class Status(StrEnum):
     FAILED = "FAILED"
 
 
-STAGES = {
-    Kind.OUT: (
-        {Status.PENDING},
-        {Status.CREATING, Status.CONNECTING},
-        {Status.HEALTH_CHECKING},
-        {Status.WEIGHT_SYNCING},
-        {Status.READY},
-        {Status.REMOVING},
-        {Status.ACTIVE, Status.PARTIAL, Status.CANCELLED, Status.FAILED},
-    ),
-    Kind.IN: (
-        {Status.PENDING},
-        {Status.DRAINING},
-        {Status.REMOVING},
-        {Status.COMPLETED, Status.FAILED},
-    ),
+ENDS = {
+    Kind.OUT: {Status.ACTIVE, Status.CANCELLED, Status.FAILED, Status.PARTIAL},
+    Kind.IN: {Status.COMPLETED, Status.FAILED},
 }
-"""A request only moves forward; the statuses of the last stage are final."""
+"""The statuses of ended requests."""
+
+
+DEFAULT_MODEL = "default"
+"""The policy's engines: the rollout workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleCommand:
+    """A caller's wish.
+
+    Attributes:
+        kind: Add or remove workers.
+        model: The model whose workers are meant.
+        target: Desired number of workers, the initial ones included; 0 when `urls` are given.
+        urls: Servers to attach to, or to detach.
+        timeout_seconds: Time limit of the request; None for the run file's.
+        force: Remove workers without draining them.
+        key: Idempotency key, by which a repeated call is recognised; empty for none.
+    """
+
+    kind: Kind
+    model: str = DEFAULT_MODEL
+    target: int = 0
+    urls: tuple[str, ...] = ()
+    timeout_seconds: float | None = None
+    force: bool = False
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """Workers of a role that are to be added or removed.
+    """Workers of a role that are added or removed.
 
     Attributes:
         request_id: Its id.
-        model: Name of the role in the API.
-        target: Wanted number of workers of the role, the initial ones included.
+        command: The caller's wish.
+        role: The role of the model.
+        target: Desired number of workers of the role, the initial ones included.
         workers: Ids of the added or removed workers.
         urls: Of the servers that the added workers attach to, one each; empty for workers with
             engines of their own.
         timeout: Microseconds until added workers must serve, or until removed ones are killed.
-        force: Removed workers are killed at once.
         policy_version: Added workers serve once they have this version; -1 where there is none yet.
-        key: Idempotency key, by which a repeated call is recognised.
-        digest: Digest of the command under the key.
-        failed: Workers that did not start, with the reason.
-        exited_workers: Workers that have exited.
-        outcome: The final status once the request's workers are removed again.
+        exit_deadline: When the exits of leaving workers are overdue, in microseconds since the
+            epoch.
+        outcome: How a request that adds workers ended; None before, and where it removes workers.
+        returned: Added workers that leave again, by that outcome.
         error: Why the request did not reach its target.
+        updated_at: When it was written, in microseconds since the epoch.
+        exits: When each worker exited, with the reason where it failed; not part of the record.
     """
 
     request_id: str
-    kind: Kind
-    model: str
+    command: ScaleCommand
     role: str
     target: int
     workers: tuple[str, ...]
     urls: tuple[str, ...] = ()
     timeout: int
-    force: bool = False
     policy_version: int = -1
-    key: str = ""
-    digest: str = ""
-    status: Status = Status.PENDING
-    failed: tuple[tuple[str, str], ...] = ()
-    exited_workers: frozenset[str] = frozenset()
+    exit_deadline: int = 0
     outcome: Status | None = None
+    returned: tuple[str, ...] = ()
     error: str = ""
     created_at: int
     updated_at: int
+    exits: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
-    def stage(self) -> int:
-        """How far it has advanced."""
-        return find_stage(self.kind, self.status)
+    def kind(self) -> Kind:
+        """Whether workers are added or removed."""
+        return self.command.kind
 
     @property
-    def is_open(self) -> bool:
-        """Whether it still has a next step."""
-        return self.stage < len(STAGES[self.kind]) - 1
+    def failed(self) -> dict[str, str]:
+        """The added workers that did not come to serve, with the reason where one is known."""
+        exits = {worker_id: reason for worker_id, (_, reason) in self.exits.items() if reason}
+        late = self.returned if self.outcome is Status.PARTIAL else ()
+        return dict.fromkeys(late, "") | exits
 
     @property
-    def expected_workers(self) -> tuple[str, ...]:
+    def expected_workers(self) -> list[str]:
         """The workers that have not failed."""
-        failed = {worker_id for worker_id, _ in self.failed}
-        return tuple(worker_id for worker_id in self.workers if worker_id not in failed)
+        return [worker_id for worker_id in self.workers if worker_id not in self.failed]
 
-    def open_command(self, *, reason: str) -> RunCommanded:
-        """Return the command that puts the request on the log."""
-        arguments = {
-            "request": self.request_id,
-            "kind": self.kind.value,
-            "model": self.model,
-            "target": str(self.target),
-            "workers": " ".join(self.workers),
-            "urls": " ".join(self.urls),
-            "timeout": str(self.timeout),
-            "force": str(self.force),
-            "policy_version": str(self.policy_version),
-            "key": self.key,
-            "digest": self.digest,
-        }
-        return RunCommanded(
-            command=Command.SCALE,
-            role=self.role,
-            reason=reason,
-            arguments=arguments,
-            commanded_at=self.created_at,
+    @property
+    def leaving_workers(self) -> tuple[str, ...]:
+        """The workers whose exits end the request."""
+        return self.workers if self.kind is Kind.IN else self.returned
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether its added workers may still come to serve."""
+        return self.kind is Kind.OUT and self.outcome is None
+
+    def overdue_workers(self, *, now: int) -> list[str]:
+        """Return the leaving workers whose exit was not reported by the deadline."""
+        return [
+            worker_id
+            for worker_id in self.leaving_workers
+            if self.exits.get(worker_id, (now, ""))[0] > self.exit_deadline
+        ]
+
+    def is_open(self, *, now: int) -> bool:
+        """Return whether it has not ended: an unreported exit keeps it open until the deadline."""
+        return self.is_undecided or (
+            now <= self.exit_deadline and not self.exits.keys() >= {*self.leaving_workers}
         )
 
-    def status_command(
+    def describe_error(self, *, now: int) -> str:
+        """Return why it did not reach its target, as known by a time."""
+        overdue = ", ".join(self.overdue_workers(now=now))
+        unreported = f"no exit was reported in time of {overdue}" if overdue else ""
+        return "; ".join(filter(None, (self.error, unreported)))
+
+    def end(
         self,
-        status: Status,
+        outcome: Status,
         *,
         now: int,
-        reason: str = "",
-        outcome: Status | None = None,
-        failed: Iterable[str] = (),
+        exit_deadline: int = 0,
+        returned: Iterable[str] = (),
         error: str = "",
-    ) -> RunCommanded:
-        """Return the command that advances the request to a status; see the attributes. `failed`
-        are further workers, for the reason `error`.
-        """
-        arguments = {
-            "request": self.request_id,
-            "status": status.value,
-            "failed": " ".join(failed),
-            "error": error,
-        }
-        if outcome is not None:
-            arguments["outcome"] = outcome.value
-        text = reason or error or f"request {self.request_id} is {status.value}"
+    ) -> ScaleRequest:
+        """Return the request as it ends; see the attributes."""
+        return replace(
+            self,
+            outcome=outcome,
+            exit_deadline=exit_deadline,
+            returned=tuple(returned),
+            error=error,
+            updated_at=now,
+        )
+
+    def after(self, record: ScaleRequest) -> ScaleRequest:
+        """Return the request after a record of it: only the one that ends it counts, and once."""
+        if not self.is_undecided or record.outcome not in ENDS[Kind.OUT]:
+            return self
+        return replace(record, exits=self.exits)
+
+    def to_record(self, *, reason: str = "") -> RunCommanded:
+        """Return the record of the request for the log."""
         return RunCommanded(
             command=Command.SCALE,
             role=self.role,
-            reason=text,
-            arguments=arguments,
-            commanded_at=now,
+            reason=reason or self.error or f"request {self.request_id} is {self.outcome}",
+            arguments={"request": ADAPTER.dump_json(self, exclude={"exits"}).decode()},
+            commanded_at=self.updated_at,
         )
 
     @classmethod
-    def from_command(cls, event: RunCommanded) -> ScaleRequest | None:
-        """Parse a request from the command that opened it; return None for any other command."""
-        arguments = event.arguments
+    def from_record(cls, event: RunCommanded) -> ScaleRequest | None:
+        """Parse a request; return None for any other command."""
         try:
-            request = cls(
-                request_id=arguments["request"],
-                kind=Kind(arguments["kind"]),
-                model=arguments["model"],
-                role=event.role or "",
-                target=int(arguments["target"]),
-                workers=tuple(arguments["workers"].split()),
-                urls=tuple(arguments["urls"].split()),
-                timeout=int(arguments["timeout"]),
-                force=arguments["force"] == str(True),
-                policy_version=int(arguments["policy_version"]),
-                key=arguments["key"],
-                digest=arguments["digest"],
-                created_at=event.commanded_at,
-                updated_at=event.commanded_at,
-            )
-        except (KeyError, ValueError):
+            request = ADAPTER.validate_json(event.arguments["request"])
+        except (KeyError, ValidationError):
             return None
         are_named = all(
             re.fullmatch(rf"{re.escape(request.role)}-[0-9]+", worker_id)
             for worker_id in request.workers
         )
-        return (
-            request
-            if request.workers and are_named and len(request.urls) in (0, len(request.workers))
-            else None
-        )
-
-    def with_status(self, event: RunCommanded) -> ScaleRequest:
-        """Return the request after a status command. A command that is read a second time changes
-        nothing.
-        """
-        arguments = event.arguments
-        try:
-            status = Status(arguments["status"])
-            outcome = Status(arguments["outcome"]) if "outcome" in arguments else self.outcome
-            is_forward = find_stage(self.kind, status) > self.stage
-        except (KeyError, ValueError):
-            return self
-        if not is_forward:
-            return self
-        error = arguments.get("error", "")
-        failed = (
-            *self.failed,
-            *((worker_id, error) for worker_id in arguments.get("failed", "").split()),
-        )
-        return replace(
-            self,
-            status=status,
-            outcome=outcome,
-            failed=failed,
-            error=error or self.error,
-            updated_at=event.commanded_at,
-        )
+        are_attached = len(request.urls) in (0, len(request.workers))
+        return request if request.workers and are_named and are_attached else None
 
 
-def find_stage(kind: Kind, status: Status) -> int:
-    """Return how far a request of a kind is in a status.
-
-    Raises:
-        ValueError: Requests of this kind are never in it.
-    """
-    for stage, statuses in enumerate(STAGES[kind]):
-        if status in statuses:
-            return stage
-    raise ValueError(f"{kind} has no status {status}")
+ADAPTER = TypeAdapter(ScaleRequest)

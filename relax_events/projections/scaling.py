@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -16,14 +17,6 @@ MAX_ENDED_KEPT = 100
 KEPT_MICROS = 7 * 86_400 * 1_000_000
 """Age up to which every ended request is kept: a call repeated with its key gets the same
 request."""
-
-
-class DesiredState(StrEnum):
-    """Whether a process of a worker is wanted."""
-
-    PENDING = "planned"
-    RUNNING = "wanted"
-    LEAVING = "leaving"
 
 
 class ExitReason(StrEnum):
@@ -44,14 +37,14 @@ class ElasticWorker:
         worker_id: Never used twice, so that no heartbeat is attributed to the wrong worker.
         role: Its role.
         url: The server that it attaches to; empty where it has its own engine.
-        desired_state: Whether a process is wanted.
+        is_leaving: Whether no process of it is desired any more.
         drain_micros: Time limit of its drain when it leaves; None for the usual one.
     """
 
     worker_id: str
     role: str
     url: str
-    desired_state: DesiredState = DesiredState.PENDING
+    is_leaving: bool = False
     drain_micros: int | None = None
 
     def exit_command(self, departure: ExitReason, reason: str) -> RunCommanded:
@@ -77,8 +70,8 @@ class ScaleState(RunPhase):
         self.workers: dict[str, ElasticWorker] = {}
         """Elastic workers, by id, oldest first."""
         self.last_heartbeats: dict[str, WorkerHeartbeat] = {}
-        self.num_ended: Counter[tuple[str, Kind, Status]] = Counter()
-        """Number of ended requests, including dropped ones: by role, kind and status."""
+        self.num_dropped: Counter[tuple[str, Kind, Status]] = Counter()
+        """Number of ended requests that are no longer kept: by role, kind and status."""
         self.policy_version = -1
         self._last_index: dict[str, int] = {}
 
@@ -96,121 +89,146 @@ class ScaleState(RunPhase):
     def _apply_scale_command(self, event: RunCommanded) -> None:
         if event.worker_id is not None:
             self._apply_exit(event.worker_id, event)
-        elif (request := self.requests.get(event.arguments.get("request", ""))) is not None:
-            self._apply_status(request, request.with_status(event))
-        elif (opened := ScaleRequest.from_command(event)) is not None:
-            self._open(opened)
+        elif (request := ScaleRequest.from_record(event)) is not None:
+            if (earlier := self.requests.get(request.request_id)) is not None:
+                self.requests[request.request_id] = ended = earlier.after(request)
+                self._dismiss(ended.returned)
+            elif request.outcome is None:
+                self._open(request)
 
     def _open(self, request: ScaleRequest) -> None:
-        """Add a request. A second open request of a model can only come from a second controller,
-        and fails.
+        """Add a request, and drop those that ended long ago. A second open request of a model can
+        only come from a second controller, and fails.
         """
-        if (other := self.open_request(request.model)) is not None:
-            refused = replace(
-                request, status=Status.FAILED, error=f"request {other.request_id} came first"
+        other = self.open_request(request.role, now=request.created_at)
+        if other is not None:
+            error = f"request {other.request_id} came first"
+            request = replace(request, outcome=Status.FAILED, workers=(), urls=(), error=error)
+        elif request.kind is Kind.IN:
+            self._dismiss(
+                request.workers, drain_micros=0 if request.command.force else request.timeout
             )
-            self._end(refused)
-            return
-        self.requests[request.request_id] = request
-        if request.kind is Kind.OUT:
-            urls = request.urls or ("",) * len(request.workers)
-            for worker_id, url in zip(request.workers, urls, strict=True):
+        urls = request.urls or ("",) * len(request.workers)
+        for worker_id, url in zip(request.workers, urls, strict=True):
+            if request.kind is Kind.OUT:
                 self.workers[worker_id] = ElasticWorker(worker_id, request.role, url)
                 index = int(worker_id.rpartition("-")[2])
                 self._last_index[request.role] = max(self._last_index.get(request.role, 0), index)
+        self.requests[request.request_id] = request
+        self._drop_old(now=request.created_at)
 
-    def _apply_status(self, before: ScaleRequest, after: ScaleRequest) -> None:
-        if after is before:
-            return
-        self.requests[after.request_id] = after
-        if after.kind is Kind.OUT:
-            is_kept = after.status not in (Status.REMOVING, Status.FAILED, Status.CANCELLED)
-            coming = set(after.expected_workers) if is_kept else set()
-            for worker_id in after.workers:
-                self._set_desired_state(
-                    worker_id, DesiredState.RUNNING if worker_id in coming else DesiredState.LEAVING
+    def _dismiss(self, worker_ids: Iterable[str], *, drain_micros: int | None = None) -> None:
+        """Let workers leave, unless they leave already."""
+        for worker in map(self.workers.get, worker_ids):
+            if worker is not None and not worker.is_leaving:
+                self.workers[worker.worker_id] = replace(
+                    worker, is_leaving=True, drain_micros=drain_micros
                 )
-        else:
-            drain = 0 if after.force else after.timeout
-            for worker_id in after.workers:
-                self._set_desired_state(worker_id, DesiredState.LEAVING, drain_micros=drain)
-        if not after.is_open:
-            self._end(after)
-
-    def _set_desired_state(
-        self, worker_id: str, desired_state: DesiredState, *, drain_micros: int | None = None
-    ) -> None:
-        if (
-            worker := self.workers.get(worker_id)
-        ) is not None and worker.desired_state is not DesiredState.LEAVING:
-            self.workers[worker_id] = replace(
-                worker, desired_state=desired_state, drain_micros=drain_micros
-            )
 
     def _apply_exit(self, worker_id: str, event: RunCommanded) -> None:
         if self.workers.pop(worker_id, None) is None:
             return
         self.last_heartbeats.pop(worker_id, None)  # an id is never used twice
+        failure = event.reason if event.arguments.get("left") == ExitReason.FAILED else ""
         for request in list(self.requests.values()):
-            if not request.is_open or worker_id not in request.workers:
-                continue
-            has_failed = (
-                request.kind is Kind.OUT
-                and worker_id in request.expected_workers
-                and event.arguments.get("left") == ExitReason.FAILED
-            )
-            failed = (*request.failed, (worker_id, event.reason)) if has_failed else request.failed
-            self.requests[request.request_id] = replace(
-                request, failed=failed, exited_workers=request.exited_workers | {worker_id}
-            )
+            awaited = request.workers if request.is_undecided else request.leaving_workers
+            if worker_id in awaited and worker_id not in request.exits:
+                exits = {**request.exits, worker_id: (event.commanded_at, failure)}
+                self.requests[request.request_id] = replace(
+                    request, exits=exits, updated_at=event.commanded_at
+                )
 
-    def _end(self, request: ScaleRequest) -> None:
-        """Keep an ended request, and drop those that ended long ago."""
-        self.requests[request.request_id] = request
-        self.num_ended[request.role, request.kind, request.status] += 1
-        over = [other for other in self.requests.values() if not other.is_open]
-        for old in over[:-MAX_ENDED_KEPT]:
-            if old.updated_at < request.updated_at - KEPT_MICROS:
+    def _drop_old(self, *, now: int) -> None:
+        ended = [request for request in self.requests.values() if not request.is_open(now=now)]
+        for old in ended[:-MAX_ENDED_KEPT]:
+            if old.updated_at < now - KEPT_MICROS:
                 del self.requests[old.request_id]
+                self.num_dropped[old.role, old.kind, self.status(old, now=now)] += 1
 
-    def open_request(self, model: str) -> ScaleRequest | None:
-        """Return the open request of a model."""
+    def open_request(self, role: str, *, now: int) -> ScaleRequest | None:
+        """Return the open request of a role."""
         return next(
             (
                 request
                 for request in self.requests.values()
-                if request.is_open and request.model == model
+                if request.role == role and request.is_open(now=now)
             ),
             None,
+        )
+
+    def status(self, request: ScaleRequest, *, now: int) -> Status:
+        """Return the status of a request: a label for what its workers report, by which nothing is
+        decided. Until a request has ended, the label follows a worker that starts again.
+
+            out   PENDING: no worker has reported; CREATING, CONNECTING: some have not;
+                  HEALTH_CHECKING: some still start; WEIGHT_SYNCING: some have older weights;
+                  READY: all serve; then the outcome that is on the log
+            in    PENDING: no worker has reported that it drains; DRAINING: some have not stopped
+            both  REMOVING: workers have stopped or are to leave, some exits are not reported; then
+                  COMPLETED or the outcome
+        """
+        if request.is_undecided:
+            return self._progress(request)
+        if request.is_open(now=now):
+            return self._departure(request)
+        if request.outcome is not None:
+            return request.outcome
+        return Status.FAILED if request.overdue_workers(now=now) else Status.COMPLETED
+
+    def _progress(self, request: ScaleRequest) -> Status:
+        stages = [self._worker_stage(request, worker_id) for worker_id in request.expected_workers]
+        if not any(stages):
+            return Status.PENDING
+        creating = Status.CONNECTING if request.urls else Status.CREATING
+        return (creating, Status.HEALTH_CHECKING, Status.WEIGHT_SYNCING, Status.READY)[min(stages)]
+
+    def _worker_stage(self, request: ScaleRequest, worker_id: str) -> int:
+        """Return a worker's progress: 0 no heartbeat, 1 starting, 2 running, 3 serving with the
+        weights that it needs. An older heartbeat is from an earlier run of the same name.
+        """
+        heartbeat = self.last_heartbeats.get(worker_id)
+        if heartbeat is None or heartbeat.sent_at <= request.created_at:
+            return 0
+        if not is_running(heartbeat):
+            return 1
+        needs_version = heartbeat.role == "rollout"
+        return 2 if needs_version and heartbeat.policy_version < request.policy_version else 3
+
+    def _departure(self, request: ScaleRequest) -> Status:
+        states = {
+            heartbeat.state
+            for worker_id in request.leaving_workers
+            if worker_id not in request.exits
+            and (heartbeat := self.last_heartbeats.get(worker_id)) is not None
+        }
+        if request.kind is Kind.OUT or states == {WorkerState.STOPPED}:
+            return Status.REMOVING
+        has_begun = request.exits or states & {WorkerState.DRAINING, WorkerState.STOPPED}
+        return Status.DRAINING if has_begun else Status.PENDING
+
+    def is_serving(self, request: ScaleRequest, worker_id: str) -> bool:
+        """Return whether a worker of a request takes work, with weights that are new enough."""
+        return self._worker_stage(request, worker_id) == 3
+
+    def count_ended(self, *, now: int) -> Counter[tuple[str, Kind, Status]]:
+        """Count the ended requests, dropped ones included: by role, kind and status."""
+        return self.num_dropped + Counter(
+            (request.role, request.kind, self.status(request, now=now))
+            for request in list(self.requests.values())
+            if not request.is_open(now=now)
         )
 
     def remaining_workers(self, role: str) -> list[ElasticWorker]:
         """Return a role's elastic workers that are not leaving, oldest first."""
         return [
             worker
-            for worker in self.workers.values()
-            if worker.role == role and worker.desired_state is not DesiredState.LEAVING
+            for worker in list(self.workers.values())
+            if worker.role == role and not worker.is_leaving
         ]
 
     def next_index(self, role: str, *, num_at_start: int) -> int:
         """Return the first index that no worker of the role ever had."""
         return max(self._last_index.get(role, 0), num_at_start - 1) + 1
-
-    def heartbeat_since(self, worker_id: str, *, since: int) -> WorkerHeartbeat | None:
-        """Return a worker's newest heartbeat after a time; an older one is from an earlier run of
-        the same name.
-        """
-        heartbeat = self.last_heartbeats.get(worker_id)
-        return heartbeat if heartbeat is not None and heartbeat.sent_at > since else None
-
-    def is_serving(self, request: ScaleRequest, worker_id: str) -> bool:
-        """Return whether a worker of a request takes work, with weights that are new enough."""
-        heartbeat = self.heartbeat_since(worker_id, since=request.created_at)
-        return (
-            is_running(heartbeat)
-            and heartbeat is not None
-            and (heartbeat.role != "rollout" or heartbeat.policy_version >= request.policy_version)
-        )
 
 
 def is_running(heartbeat: WorkerHeartbeat | None) -> bool:

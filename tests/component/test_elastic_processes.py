@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import RunConfig
-from relax_events.controller.scaling_admission import ScaleCommand, admit
+from relax_events.controller.scaling_admission import admit
 from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import WorkerState
@@ -24,15 +24,15 @@ from relax_events.launcher.managed_process import ManagedProcess, Progress, read
 from relax_events.launcher.run import RunSession
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
-from relax_events.projections.scale_requests import Kind, Status
-from relax_events.projections.scaling import DesiredState, ElasticWorker, ExitReason, ScaleState
+from relax_events.projections.scale_requests import Kind, ScaleCommand, Status
+from relax_events.projections.scaling import ElasticWorker, ExitReason, ScaleState
 from relax_events.session.records import RunSessions
 from relax_events.topics import TopicPlan
 from tests.unit.run_events import make_heartbeat
 
 MakeRunConfig = Callable[..., RunConfig]
-WANTED = ElasticWorker("rollout-1", "rollout", "", DesiredState.RUNNING)
-LEAVING = replace(WANTED, desired_state=DesiredState.LEAVING)
+WANTED = ElasticWorker("rollout-1", "rollout", "")
+LEAVING = replace(WANTED, is_leaving=True)
 
 
 @pytest.fixture
@@ -108,7 +108,6 @@ def test_worker_that_does_not_drain_is_killed_at_its_deadline(
 
 
 def test_never_started_worker_is_reported_departed_at_once(supervisor: Supervisor) -> None:
-    assert supervisor.reconcile([replace(WANTED, desired_state=DesiredState.PENDING)]) == []
     assert supervisor.reconcile([LEAVING]) == [(LEAVING, ExitReason.ABSENT, "there was no process")]
 
 
@@ -183,9 +182,10 @@ def test_run_records_departed_workers_and_their_missing_final_heartbeats(
         now=1_000_000,
     ).request
     assert opening is not None
-    taken_back = opening.status_command(Status.REMOVING, now=2_000_000, outcome=Status.CANCELLED)
+    ended = opening.end(Status.CANCELLED, now=2_000_000, returned=opening.workers)
+    taken_back = ended.to_record()
     for event in (
-        opening.open_command(reason="asked"),
+        opening.to_record(reason="asked"),
         make_heartbeat("rollout-1", at_seconds=2),
         taken_back,
     ):
@@ -207,9 +207,9 @@ def test_run_records_departed_workers_and_their_missing_final_heartbeats(
     ]
     assert [record.key for record in written.records] == ["rollout-1", "", ""]
     state = ScaleState()
-    for event in (opening.open_command(reason="asked"), taken_back, first, second):
+    for event in (opening.to_record(reason="asked"), taken_back, first, second):
         state.apply(event)
-    assert (state.workers, state.requests[opening.request_id].exited_workers) == (
+    assert (state.workers, state.requests[opening.request_id].exits.keys()) == (
         {},
         {"rollout-1", "rollout-2"},
     )

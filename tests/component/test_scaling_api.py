@@ -351,8 +351,9 @@ def test_scale_command_finds_api_and_token_in_the_run_folder(
         scale(run_file, down_to=1, yes=True)
     scale(run_file)
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in shown[1:3]] == [
+    assert [line.split()[:3] for line in shown[1:4]] == [
         ["default", "rollout-0", "working"],
+        ["default", "rollout-1", "waiting"],
         ["reward", "reward-0", "waiting"],
     ]
     assert shown[-1].split()[:5] == [request_id, "PENDING", "default", "rollout-1", "out"]

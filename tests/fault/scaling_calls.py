@@ -8,7 +8,9 @@ from typing import Any
 import orjson
 from harness import FaultRun, command, environment
 
-from relax_events.projections.scale_requests import Status
+from relax_events.events.parts import now_micros
+from relax_events.events.types import RunCommanded
+from relax_events.projections.scale_requests import ScaleRequest, Status
 from relax_events.projections.scaling import ScaleState
 
 API = {"scaling": {"api": "on"}}
@@ -35,16 +37,23 @@ def state_of(run: FaultRun) -> ScaleState:
 
 def wait_until_over(run: FaultRun, request_id: str) -> Status:
     """Wait until a request is over, and return how it ended."""
-    run.wait_until(lambda: not state_of(run).requests[request_id].is_open, f"{request_id} is over")
-    return state_of(run).requests[request_id].status
+
+    def is_over() -> bool:
+        return not state_of(run).requests[request_id].is_open(now=now_micros())
+
+    run.wait_until(is_over, f"{request_id} is over")
+    state = state_of(run)
+    return state.status(state.requests[request_id], now=now_micros())
 
 
-def statuses(run: FaultRun, request_id: str) -> list[str]:
-    """Return the statuses of a request, as the log has them."""
+def outcomes(run: FaultRun, request_id: str) -> list[str]:
+    """Return the outcome of a request, as often as the log has it."""
     events = [run.decode(record) for record in run.records("control.commands")]
-    given = [
-        event.arguments
-        for event in events
-        if getattr(event, "arguments", {}).get("request") == request_id
+    records = [
+        ScaleRequest.from_record(event) for event in events if isinstance(event, RunCommanded)
     ]
-    return [arguments["status"] for arguments in given if "status" in arguments]
+    return [
+        str(record.outcome)
+        for record in records
+        if record is not None and record.request_id == request_id and record.outcome
+    ]

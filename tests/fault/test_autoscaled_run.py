@@ -27,7 +27,7 @@ def asked(run: FaultRun, kind: Kind) -> list[ScaleRequest]:
     return [
         request
         for request in requests
-        if request.kind is kind and request.key.startswith("autoscaler/")
+        if request.kind is kind and request.command.key.startswith("autoscaler/")
     ]
 
 

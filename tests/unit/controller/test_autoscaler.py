@@ -191,13 +191,12 @@ def test_autoscaler_logs_requests_and_its_successor_keeps_the_cooldown(
     for index in range(5):
         autoscaler.poll(now=now + index * 10 * SECOND, num_unfinished=43)
     (request,) = service.state.requests.values()
-    assert (request.kind, request.workers, request.key.partition("/")[0]) == (
+    assert (request.kind, request.workers, request.command.key.partition("/")[0]) == (
         Kind.OUT,
         tuple(f"rollout-{n}" for n in range(1, 5)),
         "autoscaler",
     )
-    log.append(request.status_command(Status.CREATING, now=now))
-    log.append(request.status_command(Status.ACTIVE, now=now))
+    log.append(request.end(Status.ACTIVE, now=now).to_record())
 
     later, run, service = controller(config, log)
     hear(run, service)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from relax_events.controller.metrics import ScaleMetrics
-from relax_events.controller.scaling_admission import ConflictError, RejectedError, ScaleCommand
+from relax_events.controller.scaling_admission import ConflictError, RejectedError
 from relax_events.controller.scaling_bounds import CONFIRM_SECONDS, ScalingBounds
 from relax_events.controller.scaling_decisions import find_exits
 from relax_events.controller.scaling_service import ScalingService
 from relax_events.events.parts import WorkerState, now_micros
 from relax_events.events.types import RunCommanded
-from relax_events.projections.scale_requests import Kind, Status
+from relax_events.projections.scale_requests import Kind, ScaleCommand, Status
 from relax_events.projections.scaling import ScaleState
 from tests.unit.run_events import make_heartbeat, run_config
 
@@ -52,7 +52,7 @@ class Run:
 
     def status(self, request_id: str) -> Status:
         """Return the status of a request."""
-        return self.state.requests[request_id].status
+        return self.state.status(self.state.requests[request_id], now=now_micros())
 
     @property
     def num_desired(self) -> float:
@@ -75,7 +75,7 @@ def test_scale_out_raises_the_desired_number_and_ends_when_the_pods_serve(run: R
     request = run.scale(Kind.OUT, 3)
     assert run.state.requests[request].workers == ("rollout-1", "rollout-2")
     run.turn()
-    assert (run.num_desired, run.status(request)) == (3, Status.CREATING)
+    assert (run.num_desired, run.status(request)) == (3, Status.PENDING)
     run.turn(WorkerState.IDLE, "rollout-1", "rollout-2")
     assert run.status(request) is Status.ACTIVE
 
@@ -85,7 +85,7 @@ def test_scale_in_is_completed_once_the_last_pods_have_drained(run: Run) -> None
     run.turn(WorkerState.IDLE, "rollout-1", "rollout-2")
     request = run.scale(Kind.IN, 1)
     run.turn()
-    assert (run.num_desired, run.status(request)) == (1, Status.DRAINING)
+    assert (run.num_desired, run.status(request)) == (1, Status.PENDING)
     with pytest.raises(ConflictError, match="rollout-1 still leaves; repeat the call"):
         run.scale(Kind.OUT, 2, model="default")
     run.turn(WorkerState.STOPPED, "rollout-1", "rollout-2")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
 from relax_events.config import SGLangConfig
@@ -14,18 +15,17 @@ from relax_events.controller.scaling_admission import (
     ConflictError,
     NotFoundError,
     RejectedError,
-    ScaleCommand,
     admit,
-    require_cancellable,
+    cancel,
 )
 from relax_events.controller.scaling_bounds import ScalingBounds
-from relax_events.events.parts import Command
+from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import RunCommanded
 from relax_events.projections.run_state import RunState
-from relax_events.projections.scale_requests import Kind, ScaleRequest, Status
+from relax_events.projections.scale_requests import Kind, ScaleCommand, ScaleRequest, Status
 from relax_events.projections.scaling import KEPT_MICROS, MAX_ENDED_KEPT, ExitReason, ScaleState
 from relax_events.runtime.control_follower import drop_superseded
-from tests.unit.run_events import run_config
+from tests.unit.run_events import make_heartbeat, run_config
 
 SECOND = 1_000_000
 BOUNDS = ScalingBounds.from_config(run_config(), is_supervised=True)
@@ -36,24 +36,34 @@ def opened(state: ScaleState, *, now: int = 10, **asked: Any) -> ScaleRequest:
     found = admit(state, BOUNDS, ScaleCommand(**asked), now=now * SECOND)
     assert found.request is not None
     assert found.is_new
-    state.apply(found.request.open_command(reason=found.text))
+    state.apply(found.request.to_record(reason=found.text))
     return found.request
 
 
-def ended(state: ScaleState, request: ScaleRequest, *statuses: Status) -> ScaleState:
-    """Move a request through these statuses, and let the removed workers exit."""
-    for status in statuses:
-        state.apply(request.status_command(status, now=20 * SECOND))
-    for worker in list(state.workers.values()):
-        if worker.desired_state == "leaving":
-            state.apply(worker.exit_command(ExitReason.DRAINED, "it drained"))
+def ended(
+    state: ScaleState, request: ScaleRequest, outcome: Status | None = None, *, at: int = 20
+) -> ScaleState:
+    """End a request, and let the workers that leave exit."""
+    if outcome is not None:
+        returned = () if outcome is Status.ACTIVE else request.workers
+        over = request.end(
+            outcome, now=at * SECOND, exit_deadline=(at + 9) * SECOND, returned=returned
+        )
+        state.apply(over.to_record())
+    for worker in [worker for worker in state.workers.values() if worker.is_leaving]:
+        exit_command = worker.exit_command(ExitReason.DRAINED, "it drained")
+        state.apply(replace(exit_command, commanded_at=at * SECOND))
     return state
+
+
+def status(state: ScaleState, request: ScaleRequest, *, at: int = 21) -> Status:
+    return state.status(state.requests[request.request_id], now=at * SECOND)
 
 
 def scaled(**asked: Any) -> ScaleState:
     """Return a run that was scaled out before."""
     state = ScaleState()
-    return ended(state, opened(state, kind=Kind.OUT, **asked), Status.CREATING, Status.ACTIVE)
+    return ended(state, opened(state, kind=Kind.OUT, **asked), Status.ACTIVE)
 
 
 def test_scaling_target_is_absolute_and_includes_initial_workers() -> None:
@@ -74,7 +84,8 @@ def test_scale_in_removes_newest_workers_and_names_are_never_reused() -> None:
     state = scaled(target=4)
     gone = opened(state, kind=Kind.IN, target=2)
     assert gone.workers == ("rollout-3", "rollout-2")
-    ended(state, gone, Status.DRAINING, Status.COMPLETED)
+    ended(state, gone)
+    assert status(state, gone) is Status.COMPLETED
     assert list(state.workers) == ["rollout-1"]
     assert opened(state, kind=Kind.OUT, target=3).workers == ("rollout-4",)
 
@@ -220,11 +231,8 @@ def test_second_of_two_concurrent_scaling_requests_fails() -> None:
         opened(ScaleState(), kind=Kind.OUT, target=3),
     )
     for request in (first, second):
-        state.apply(request.open_command(reason="asked"))
-    assert (state.requests[second.request_id].status, state.requests[first.request_id].status) == (
-        Status.FAILED,
-        Status.PENDING,
-    )
+        state.apply(request.to_record(reason="asked"))
+    assert (status(state, second), status(state, first)) == (Status.FAILED, Status.PENDING)
     assert state.requests[second.request_id].error == f"request {first.request_id} came first"
     assert list(state.workers) == ["rollout-1"]
 
@@ -232,33 +240,89 @@ def test_second_of_two_concurrent_scaling_requests_fails() -> None:
 def test_only_open_scale_out_requests_can_be_cancelled() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
-    assert (
-        require_cancellable(state.requests[request.request_id])
-        is state.requests[request.request_id]
-    )
-    ended(state, request, Status.CREATING, Status.ACTIVE)
+    over = ScaleRequest.from_record(cancel(state, BOUNDS, request, now=15 * SECOND))
+    assert over is not None
+    assert (over.outcome, over.returned) == (Status.CANCELLED, ("rollout-1",))
+    ended(state, request, Status.ACTIVE)
+    active = state.requests[request.request_id]
     with pytest.raises(RejectedError, match="is ACTIVE; only what has not ended can be cancelled"):
-        require_cancellable(state.requests[request.request_id])
+        cancel(state, BOUNDS, active, now=21 * SECOND)
     with pytest.raises(RejectedError, match="which can't be cancelled; add them again"):
-        require_cancellable(opened(state, kind=Kind.IN, target=1))
+        cancel(state, BOUNDS, opened(state, kind=Kind.IN, target=1), now=21 * SECOND)
+
+
+def test_status_of_a_request_follows_what_its_workers_report() -> None:
+    state = ScaleState()
+    state.policy_version = 7
+    request = opened(state, kind=Kind.OUT, target=3)
+
+    def hear(worker_state: WorkerState, version: int, *worker_ids: str) -> Status:
+        for worker_id in worker_ids:
+            heartbeat = make_heartbeat(worker_id, at_seconds=12, state=worker_state)
+            state.apply(replace(heartbeat, policy_version=version))
+        (newest,) = list(state.requests.values())[-1:]
+        return status(state, newest, at=13)
+
+    one, both = ("rollout-1",), ("rollout-1", "rollout-2")
+    assert status(state, request) is Status.PENDING
+    assert hear(WorkerState.STARTING, -1, *one) is Status.CREATING
+    assert hear(WorkerState.STARTING, -1, *both) is Status.HEALTH_CHECKING
+    assert hear(WorkerState.IDLE, 6, *both) is Status.WEIGHT_SYNCING
+    assert hear(WorkerState.IDLE, 7, *one) is Status.WEIGHT_SYNCING
+    assert hear(WorkerState.WORKING, 7, *both) is Status.READY
+    assert hear(WorkerState.STARTING, -1, *one) is Status.HEALTH_CHECKING, "it starts again"
+    ended(state, request, Status.ACTIVE, at=12)
+    assert hear(WorkerState.STARTING, -1, *one) is Status.ACTIVE
+    gone = opened(state, kind=Kind.IN, target=1)
+    assert hear(WorkerState.WORKING, 7, *both) is Status.PENDING
+    assert hear(WorkerState.DRAINING, 7, *one) is Status.DRAINING
+    assert hear(WorkerState.STOPPED, 7, *one) is Status.DRAINING
+    assert hear(WorkerState.STOPPED, 7, *both) is Status.REMOVING
+    ended(state, gone, at=14)
+    assert status(state, gone) is Status.COMPLETED
+
+
+def test_exit_that_is_reported_late_does_not_change_the_status_again() -> None:
+    state = scaled(target=2)
+    gone = opened(state, kind=Kind.IN, target=1, timeout_seconds=5.0)
+    late = gone.exit_deadline // SECOND + 1
+    assert (status(state, gone, at=late - 1), status(state, gone, at=late)) == (
+        Status.PENDING,
+        Status.FAILED,
+    )
+    error = "no exit was reported in time of rollout-1"
+    assert state.requests[gone.request_id].describe_error(now=late * SECOND) == error
+    ended(state, gone, at=late)
+    assert (list(state.workers), status(state, gone, at=late + 9)) == ([], Status.FAILED)
+    assert state.requests[gone.request_id].describe_error(now=(late + 9) * SECOND) == error
+    assert state.count_ended(now=late * SECOND)["rollout", Kind.IN, Status.FAILED] == 1
 
 
 def test_malformed_scaling_records_are_ignored() -> None:
     state = scaled(target=2)
     before = dict(state.requests)
     (request_id,) = before
-    given = opened(ScaleState(), kind=Kind.OUT, target=2).open_command(reason="asked").arguments
-    strange = (
-        {"workers": "rollout-x"},
-        {"workers": ""},
-        {"urls": f"{A} {B}"},
+    other = opened(ScaleState(), kind=Kind.OUT, target=2)
+    (ended_request,) = before.values()
+    strange: tuple[dict[str, Any], ...] = (
+        {"workers": ["rollout-x"]},
+        {"workers": []},
+        {"urls": [A, B]},
         {"timeout": "soon"},
-        {"kind": "sideways"},
+        {"command": {"kind": "sideways"}},
+        {"outcome": "SLEEPING"},
+        {"outcome": "FAILED"},  # nothing has opened it
     )
-    steps = (
-        {"request": request_id, "status": status} for status in ("SLEEPING", "DRAINING", "CREATING")
-    )
-    for arguments in (*(given | odd for odd in strange), *steps, {}, {"request": "x"}):
+    tree = orjson.loads(other.to_record().arguments["request"])
+    texts = [
+        *(orjson.dumps(tree | odd).decode() for odd in strange),
+        replace(ended_request, outcome=Status.DRAINING).to_record().arguments["request"],
+        ended_request.end(Status.FAILED, now=1, returned=["rollout-1"])
+        .to_record()
+        .arguments["request"],  # it has ended already
+        "{",
+    ]
+    for arguments in (*({"request": text} for text in texts), {}, {"request": request_id}):
         state.apply(
             RunCommanded(command=Command.SCALE, role="rollout", reason="odd", arguments=arguments)
         )
@@ -280,18 +344,20 @@ def test_ended_requests_are_kept_for_days_and_the_newest_forever() -> None:
         ended(
             state,
             opened(state, kind=Kind.OUT, target=2, key=f"key-{number}"),
-            Status.CREATING,
-            Status.REMOVING,
             Status.FAILED,
         )
-    assert (len(state.requests), sum(state.num_ended.values())) == (len(numbers), len(numbers))
+    assert (len(state.requests), state.count_ended(now=21 * SECOND).total()) == (
+        len(numbers),
+        len(numbers),
+    )
     again = admit(
         state, BOUNDS, ScaleCommand(kind=Kind.OUT, target=2, key="key-0"), now=30 * SECOND
     )
     assert not again.is_new  # the call of a caller that lost the answer, hundreds of requests ago
-    late = opened(state, kind=Kind.OUT, target=2)
-    state.apply(late.status_command(Status.FAILED, now=20 * SECOND + KEPT_MICROS + 1))
-    assert len(state.requests) == MAX_ENDED_KEPT
+    late = 21 + KEPT_MICROS // SECOND
+    ended(state, opened(state, now=late, kind=Kind.OUT, target=2), Status.FAILED, at=late)
+    assert len(state.requests) == MAX_ENDED_KEPT + 1
+    assert state.count_ended(now=(late + 1) * SECOND).total() == len(numbers) + 1
     assert opened(state, kind=Kind.OUT, target=2).workers == (f"rollout-{len(numbers) + 2}",)
 
 
@@ -324,7 +390,7 @@ def test_resumed_run_still_knows_its_added_workers() -> None:
     state = ScaleState()
     request = opened(state, kind=Kind.OUT, target=2)
     log = [
-        request.open_command(reason="asked"),
+        request.to_record(reason="asked"),
         RunCommanded(command=Command.STOP, reason="over"),
         RunCommanded(command=Command.RESUME, reason="continue"),
     ]
@@ -337,7 +403,7 @@ def test_resumed_run_still_knows_its_added_workers() -> None:
 
 def test_metrics_count_scaling_requests_and_desired_workers() -> None:
     state = scaled(target=3)
-    opened(state, kind=Kind.IN, target=2)
+    opened(state, now=now_micros() // SECOND, kind=Kind.IN, target=2)
     values = {
         (sample.name, *sample.labels.values()): sample.value
         for metric in ScaleMetrics(state, BOUNDS).collect()
@@ -348,4 +414,4 @@ def test_metrics_count_scaling_requests_and_desired_workers() -> None:
     assert (
         values["relax_workers_desired", "rollout"],
         values["relax_workers_desired", "reward"],
-    ) == (3, 1)
+    ) == (2, 1)
