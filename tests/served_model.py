@@ -13,10 +13,10 @@ from sglang_servers import BOUNDS
 
 from relax_events.attacks.served_app import serving
 from relax_events.config import EngineConfig, ModelConfig
-from relax_events.gateway.model_app import build_model_app
-from relax_events.gateway.served_model import ServedModel
 from relax_events.http.tls import TlsFiles
 from relax_events.models.adapter_folder import read_adapter_config
+from relax_events.packages.gateway.model_app import build_model_app
+from relax_events.packages.gateway.served_model import ServedModel
 
 TOKEN = "the-token-of-a-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

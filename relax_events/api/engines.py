@@ -9,6 +9,7 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
+from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.weights import Weights
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "EnvironmentContext",
     "GeneratedSample",
     "GenerationRequest",
+    "ProcessedMedia",
     "RunConfig",
     "SampleRequest",
     "SamplingConfig",

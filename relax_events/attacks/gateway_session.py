@@ -11,7 +11,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.episodes.render_queue import RenderQueue
 from relax_events.episodes.session import Generate, SessionBounds
-from relax_events.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.chat_session import ChatSession
 
 
 def open_session(

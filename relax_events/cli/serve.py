@@ -118,8 +118,8 @@ def serve(
     with open_listener(host, port, remedies=remedies, what="the model") as listener:
         listener.listen()
         # imported only now, as it takes seconds: what is wrong so far is said at once
-        from relax_events.gateway.model_app import build_model_app
-        from relax_events.gateway.served_model import ServedModel
+        from relax_events.packages.gateway.model_app import build_model_app
+        from relax_events.packages.gateway.served_model import ServedModel
 
         bounds = engine.engine_config()
         served = ServedModel(

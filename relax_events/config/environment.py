@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +18,7 @@ from relax_events.config.external_values import (
     Program,
 )
 from relax_events.config.resume_rules import SPEED, free
+from relax_events.errors import ConfigError
 
 
 class ToolServerConfig(Section):
@@ -173,6 +176,26 @@ class EnvironmentConfig(Section):
         """The environment, for texts; empty without one."""
         servers, harness = ", ".join(self.tool_servers), "harness" * self.harness.is_served
         return self.function or self.address or servers or " ".join(self.command) or harness
+
+    def resolve_command(self) -> tuple[str, ...]:
+        """Return a command that can be started in any folder: the program's path, and absolute
+        paths of arguments that are files here; empty without a command.
+
+        Raises:
+            ConfigError: There is no such program.
+        """
+        if not self.command:
+            return ()
+        program = shutil.which(self.command[0])
+        if program is None:
+            raise ConfigError(
+                f"environment.command = {list(self.command)}: there is no program "
+                f"{self.command[0]!r}; give its path, or a name on PATH"
+            )
+        arguments = (
+            str(Path(one).absolute()) if Path(one).is_file() else one for one in self.command[1:]
+        )
+        return (str(Path(program).absolute()), *arguments)
 
     @property
     def has_programs(self) -> bool:

@@ -179,9 +179,9 @@ RUN_API, GATEWAY, PAGE, MODEL_SERVER = (
     )
     for name, module in (
         ("run API", "relax_events.controller.api"),
-        ("gateway", "relax_events.gateway.app"),
+        ("gateway", "relax_events.packages.gateway.app"),
         ("dashboard", "relax_events.packages.dashboard.app"),
-        ("relax serve", "relax_events.gateway.model_app"),
+        ("relax serve", "relax_events.packages.gateway.model_app"),
     )
 )
 RECORD_READER = BoundedPoint(

@@ -34,7 +34,6 @@ from relax_events.errors import (
     PoisonSample,
     RelaxError,
 )
-from relax_events.gateway.program import resolve_command
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
@@ -42,6 +41,7 @@ from relax_events.model_folder import has_experts, read_model_json
 from relax_events.model_folder.tensors import read_layouts, require_layouts
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.plugins import (
+    DRIVERS,
     ENGINES,
     ENVIRONMENTS,
     FUNCTION,
@@ -83,8 +83,9 @@ def check_roles(run: CheckedRun) -> str:
             what=f"environment.function = {environment!r}",
             accepts=FUNCTION,
         )
-    if config.environment.command:
-        resolve_command(config.environment.command)
+    config.environment.resolve_command()
+    if config.environment.has_programs:
+        _require_plugin(DRIVERS, "program", key="the driver of command and harness")
     if (token_file := config.environment.harness.token_file) is not None:
         read_secret(token_file, key="environment.harness.token_file")
     _require_own_servers(config)

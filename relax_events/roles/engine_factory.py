@@ -13,7 +13,7 @@ from relax_events.engines.protocol import Engine
 from relax_events.engines.sglang.memory import with_memory_saver
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.version_objects import build_version_folder
-from relax_events.plugins import ENGINES, find_plugin
+from relax_events.plugins import DRIVERS, ENGINES, find_plugin
 from relax_events.roles.engine_turns import OffloadingEngine
 from relax_events.telemetry.component_metrics import ReplicaMetrics
 from relax_events.telemetry.metrics import WorkerMetrics
@@ -112,6 +112,6 @@ def _open_gateway(
     config: RunConfig, *, libraries: Callable[[], MediaLibrary], index: int
 ) -> Driver:
     """Start the gateway of the run's programs, and return what drives samples by them."""
-    from relax_events.gateway.program_driver import ProgramDriver
-
-    return ProgramDriver(config, libraries=libraries, index=index)
+    plugin = find_plugin(DRIVERS, "program", what="the gateway for programs and harnesses")
+    driver: Driver = plugin.load()(config, libraries=libraries, index=index)
+    return driver

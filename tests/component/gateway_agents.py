@@ -23,8 +23,8 @@ from relax_events.engines.protocol import (
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.episodes.engine import EpisodeEngine
 from relax_events.events.parts import ChatMessage
-from relax_events.gateway.program_driver import ProgramDriver
 from relax_events.packages.examples.tiny_models import make_tiny
+from relax_events.packages.gateway.program_driver import ProgramDriver
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 HEAD = """

@@ -18,13 +18,13 @@ from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
 from relax_events.events.parts import ChatMessage, FinishReason
-from relax_events.gateway.program import (
+from relax_events.packages.gateway.program import (
     GUARD,
     YOUNG_SECONDS,
     delete_abandoned_folders,
     locked_folder,
 )
-from relax_events.gateway.program_guard import FOLDER_PREFIX
+from relax_events.packages.gateway.program_guard import FOLDER_PREFIX
 
 TALK = """
 tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

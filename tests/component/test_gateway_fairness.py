@@ -21,8 +21,8 @@ from relax_events.episodes.render_queue import LONG_TEXT_BYTES, RenderQueue
 from relax_events.episodes.session import Limit, SessionLimit
 from relax_events.errors import EngineFailed
 from relax_events.events.parts import ChatMessage
-from relax_events.gateway.chat_session import ChatSession
 from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
+from relax_events.packages.gateway.chat_session import ChatSession
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"

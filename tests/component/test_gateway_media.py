@@ -146,7 +146,7 @@ say(messages, max_tokens=4)
 def test_media_that_cannot_be_shown_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("relax_events.gateway.session_media.MAX_FILES", 2)
+    monkeypatch.setattr("relax_events.packages.gateway.session_media.MAX_FILES", 2)
     body = """
 def image(url):
     return [{"type": "image_url", "image_url": {"url": url}}]

@@ -26,8 +26,6 @@ from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.engines.sglang.server import SGLangServer
 from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem
-from relax_events.gateway.server import GatewayServer
-from relax_events.gateway.session_keys import SessionKeys
 from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, identify_by_token
 from relax_events.http.tls import TlsFiles, choose_run_tls, choose_tls, open_client_context
@@ -37,6 +35,8 @@ from relax_events.launcher.machine_checks import check_harness_address
 from relax_events.packages.dashboard.access import PageAccess
 from relax_events.packages.dashboard.app import build_app as build_page
 from relax_events.packages.dashboard.registry import RunRegistry
+from relax_events.packages.gateway.server import GatewayServer
+from relax_events.packages.gateway.session_keys import SessionKeys
 from relax_events.projections.scaling import ScaleState
 from tests.unit.run_events import run_config
 

@@ -19,10 +19,10 @@ from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.episodes.graph import path_tokens
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.server import GatewayServer
-from relax_events.gateway.session_keys import SessionKeys
 from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.server import GatewayServer
+from relax_events.packages.gateway.session_keys import SessionKeys
 from tests.gateway_sessions import spoken_turn
 
 ROOT = Path(__file__).parents[2]

@@ -17,14 +17,14 @@ from pydantic import BaseModel, ValidationError
 from relax_events.controller.api_schemas import CancelBody, ScaleInBody, ScaleOutBody
 from relax_events.data.messages import refuse_part
 from relax_events.errors import PoisonSample
-from relax_events.gateway.anthropic_dialect import AnthropicCall
-from relax_events.gateway.chat_dialect import ChatCall
-from relax_events.gateway.dialect import ModelCall
-from relax_events.gateway.responses_dialect import ResponsesCall
-from relax_events.gateway.sampling import CallSampling
-from relax_events.gateway.token_route import TokenBody
 from relax_events.http.guard import RequestGuard
 from relax_events.http.identity import Identity, identify_by_token
+from relax_events.packages.gateway.anthropic_dialect import AnthropicCall
+from relax_events.packages.gateway.chat_dialect import ChatCall
+from relax_events.packages.gateway.dialect import ModelCall
+from relax_events.packages.gateway.responses_dialect import ResponsesCall
+from relax_events.packages.gateway.sampling import CallSampling
+from relax_events.packages.gateway.token_route import TokenBody
 from tests.fuzz.inputs import TEXTS, as_json, json_bytes, mutated
 from tests.fuzz.target import Target
 

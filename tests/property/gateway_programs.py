@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from relax_events.gateway.anthropic_dialect import AnthropicCall
-from relax_events.gateway.chat_dialect import ChatCall
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.dialect import AnswerHead, ModelCall
-from relax_events.gateway.responses_dialect import ResponsesCall
+from relax_events.packages.gateway.anthropic_dialect import AnthropicCall
+from relax_events.packages.gateway.chat_dialect import ChatCall
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.dialect import AnswerHead, ModelCall
+from relax_events.packages.gateway.responses_dialect import ResponsesCall
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 Item = dict[str, Any]

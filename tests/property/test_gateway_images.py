@@ -24,10 +24,10 @@ from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.episodes.graph import path_media, sampled_mask
 from relax_events.episodes.sample import finish_sample
 from relax_events.episodes.session import SessionLimit
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.session_media import MediaThreads, SessionMedia
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MediaLayout
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.session_media import MediaThreads, SessionMedia
 from relax_events.training.batch.paths import split_paths
 from tests.gateway_sessions import spoken_turn
 from tests.unit.image_model import build_image_model, image_file, image_run

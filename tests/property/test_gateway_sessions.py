@@ -24,8 +24,8 @@ from relax_events.episodes.graph import path_tokens
 from relax_events.episodes.sample import finish_sample
 from relax_events.episodes.session import SessionLimit
 from relax_events.events.parts import ChatMessage, FinishReason
-from relax_events.gateway.chat_session import ChatSession
 from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
+from relax_events.packages.gateway.chat_session import ChatSession
 from tests.gateway_sessions import spoken_turn
 
 TEMPLATE = (

@@ -89,8 +89,8 @@ def serve_api(_: Path) -> Iterator[tuple[str, Target]]:
 def serve_gateway(folder: Path) -> Iterator[tuple[str, Target]]:
     """Serve a gateway with a session, whose policy must not be asked."""
     from relax_events.data.rendering import PromptRenderer
-    from relax_events.gateway.app import build_gateway
-    from relax_events.gateway.session_keys import SessionKeys
+    from relax_events.packages.gateway.app import build_gateway
+    from relax_events.packages.gateway.session_keys import SessionKeys
 
     async def generate(_: object) -> NoReturn:
         raise CallArrived
@@ -130,10 +130,10 @@ def _open_link(link: str) -> str:
 @contextmanager
 def serve_model(folder: Path) -> Iterator[tuple[str, Target]]:
     """Serve a model, as `relax serve` does."""
-    from relax_events.gateway.model_app import build_model_app
-    from relax_events.gateway.sampling import CallSampling
-    from relax_events.gateway.served_model import ServedModel
-    from relax_events.gateway.token_route import PATH
+    from relax_events.packages.gateway.model_app import build_model_app
+    from relax_events.packages.gateway.sampling import CallSampling
+    from relax_events.packages.gateway.served_model import ServedModel
+    from relax_events.packages.gateway.token_route import PATH
 
     path = build_tiny_model(folder / "model")
     settings = ModelConfig(dtype="float32", path=path, device="cpu")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from relax_events.api.engines import ProcessedMedia
 from relax_events.api.errors import ConfigError, EnvironmentProblem, ObjectError
 from relax_events.api.events import (
     ChatMessage,
@@ -41,7 +42,6 @@ from relax_events.api.runs import (
 from relax_events.data.messages import describe_message
 from relax_events.media.audio import encode_wav
 from relax_events.media.library import MediaLibrary
-from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.ops.consumer_lag import read_partition_lag, sum_by_slot
 from relax_events.ops.dead_letters import read_dead_letter, read_dead_letters
 from relax_events.ops.topic_tail import read_record

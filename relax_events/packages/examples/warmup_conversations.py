@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from relax_events.api.engines import EnvironmentContext, RunConfig
+from relax_events.api.engines import EnvironmentContext, ProcessedMedia, RunConfig
 from relax_events.api.errors import ConfigError
 from relax_events.api.events import ChatMessage
 from relax_events.api.prompts import PromptRow
@@ -23,7 +23,6 @@ from relax_events.environments.pool import EnvironmentPool
 from relax_events.environments.reply_media import ProcessedReply
 from relax_events.environments.session_pool import SessionPool
 from relax_events.media.library import MediaLibrary
-from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import ObjectStore
 from relax_events.packages.examples.sft_warmup import SupervisedExample
 

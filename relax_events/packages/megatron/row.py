@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 from numpy.typing import NDArray
 
-from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.api.engines import ProcessedMedia
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.prefix_tree import PrefixTree
 from relax_events.training.batch.row_layout import padded_length

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
+from relax_events.api.engines import ProcessedMedia
 from relax_events.api.errors import ConfigError
-from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.towers import concatenate_layers
 from relax_events.models.families import Family, MediaFamily
 from relax_events.packages.megatron.row import Row

@@ -24,8 +24,8 @@ from relax_events.data.sft_targets import tokenize_targets
 from relax_events.engines.protocol import GenerationRequest
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, Modality, ToolCall
-from relax_events.gateway.chat_dialect import ChatCall
 from relax_events.packages.examples.tiny_models import make_tiny
+from relax_events.packages.gateway.chat_dialect import ChatCall
 
 TEMPLATE = """
 {%- if tools %}<|im_start|>system

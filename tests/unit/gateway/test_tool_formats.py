@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_events.data.tool_formats import FORMATS, choose_format
-from relax_events.gateway.tool_calls import parse_reply
+from relax_events.packages.gateway.tool_calls import parse_reply
 
 TOOLS = [
     {

@@ -28,8 +28,8 @@ PACKAGE = Path(relax_events.__file__).parent
 LAUNCHERS = {
     "confinement/child.py": "all children that answer requests",
     "sandbox/runner.py": "the first process of a sandbox",
-    "gateway/program.py": "the program of an episode",
-    "gateway/program_guard.py": "the same program, below its guard",
+    "packages/gateway/program.py": "the program of an episode",
+    "packages/gateway/program_guard.py": "the same program, below its guard",
     "engines/sglang/process.py": "the SGLang server",
     "kafka/embedded/java.py": "the embedded broker and its tools",
     "launcher/fork_client.py": "the fork server, which has no foreign bytes",

@@ -10,10 +10,12 @@ ROOT = Path(__file__).parents[3]
 COMPOSITION = {
     "relax_events.cli.models": "`relax models prepare` makes a tiny model and warms it up",
     "relax_events.cli.model_export": "`relax models export` also converts, by the package",
+    "relax_events.cli.serve": "`relax serve` answers in the gateway's dialects",
     "relax_events.cli.dashboard": "`relax dashboard` serves the page, by the package",
     "relax_events.attacks.attacked_run": "attacks run on a tiny model",
     "relax_events.attacks.doors.checkpoints": "they go through every wall, the packages' too",
     "relax_events.attacks.doors.http": "likewise",
+    "relax_events.attacks.gateway_session": "likewise",
     "relax_events.attacks.right_programs": "likewise",
     "relax_events.attacks.unfinished_tests": "likewise",
 }
@@ -38,7 +40,7 @@ def test_core_names_no_package_but_where_the_program_is_put_together() -> None:
 
 def test_verifiers_import_the_api_only() -> None:
     past = sizes.list_imports_past_the_api(sizes.read_modules(ROOT))
-    assert {package for package, _ in past} == {"dashboard", "examples", "megatron"}
+    assert {package for package, _ in past} == {"dashboard", "examples", "gateway", "megatron"}
 
 
 def test_import_of_a_package_and_past_the_api_is_found(tmp_path: Path) -> None:

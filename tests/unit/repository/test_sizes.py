@@ -9,8 +9,8 @@ from tests import sizes
 PROCESS_STARTS = {
     "relax_events/confinement/child.py": "the children of the pool",
     "relax_events/engines/sglang/process.py": "SGLang's server",
-    "relax_events/gateway/program.py": "an agent's program, which is handed descriptors",
-    "relax_events/gateway/program_guard.py": "the guard that ends an agent's program with it",
+    "relax_events/packages/gateway/program.py": "an agent's program, which is handed descriptors",
+    "relax_events/packages/gateway/program_guard.py": "the guard that ends an agent's program with it",
     "relax_events/kafka/embedded/process.py": "the embedded broker",
     "relax_events/launcher/fork_client.py": "the fork server, which lives as long as a run",
     "relax_events/launcher/fork_server.py": "workers, forked",

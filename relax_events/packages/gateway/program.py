@@ -17,9 +17,9 @@ from typing import Any
 
 import orjson
 
+from relax_events.api.errors import EpisodeFailed
 from relax_events.confinement.variables import build_child_environment
-from relax_events.errors import ConfigError, EpisodeFailed
-from relax_events.gateway.program_guard import FOLDER_PREFIX
+from relax_events.packages.gateway.program_guard import FOLDER_PREFIX
 
 GUARD = Path(__file__).with_name("program_guard.py")
 TASK_FILE = "task.json"
@@ -30,23 +30,6 @@ YOUNG_SECONDS = 60.0
 """A folder of this age may not be locked yet."""
 END_SECONDS = 10.0
 """For a killed program to be gone."""
-
-
-def resolve_command(command: Sequence[str]) -> tuple[str, ...]:
-    """Return a command that can be started in any folder: the program's path, and absolute paths
-    of arguments that are files here.
-
-    Raises:
-        ConfigError: There is no such program.
-    """
-    program = shutil.which(command[0])
-    if program is None:
-        raise ConfigError(
-            f"environment.command = {list(command)}: there is no program {command[0]!r}; give its "
-            "path, or a name on PATH"
-        )
-    arguments = (str(Path(one).absolute()) if Path(one).is_file() else one for one in command[1:])
-    return (str(Path(program).absolute()), *arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_events.errors import EpisodeFailed
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.program import ProgramLimits, wait_for_end
+from relax_events.api.errors import EpisodeFailed
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.program import ProgramLimits, wait_for_end
 
 MAX_REMEMBERED = 4096
 """Finished sessions whose harness may ask again whether they are."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.sampling import CallSampling
-from relax_events.http.identity import Identity, RequestHead, is_same_secret, read_identity
+from relax_events.api.http import Identity, RequestHead, is_same_secret, read_identity
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.offers import SessionOffers
+from relax_events.packages.gateway.sampling import CallSampling
 
 NO_KEY = "no key, or none of an open session"
 MAX_HARNESS_CALLS = 4096

@@ -13,10 +13,10 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from relax_events.gateway.disconnects import cancel_on_disconnect
-from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.session_keys import Harness, require_key
-from relax_events.http.identity import read_identity
+from relax_events.api.http import read_identity
+from relax_events.packages.gateway.disconnects import cancel_on_disconnect
+from relax_events.packages.gateway.offers import SessionOffers
+from relax_events.packages.gateway.session_keys import Harness, require_key
 
 MAX_WAIT_SECONDS = 60.0
 MAX_ERROR_CHARACTERS = 400

@@ -16,14 +16,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field, model_validator
 
-from relax_events.engines.protocol import GeneratedSample, GenerationRequest
-from relax_events.errors import EngineFailed, PoisonSample
-from relax_events.events.parts import FinishReason
-from relax_events.gateway.chat_dialect import openai_error
-from relax_events.gateway.dialect import RETRY_SECONDS, Problem
-from relax_events.gateway.disconnects import cancel_on_disconnect
-from relax_events.gateway.sampling import MAX_TOKEN_ID, CallSampling
-from relax_events.gateway.served_model import ServedModel
+from relax_events.api.engines import GeneratedSample, GenerationRequest
+from relax_events.api.errors import EngineFailed, PoisonSample
+from relax_events.api.events import FinishReason
+from relax_events.packages.gateway.chat_dialect import openai_error
+from relax_events.packages.gateway.dialect import RETRY_SECONDS, Problem
+from relax_events.packages.gateway.disconnects import cancel_on_disconnect
+from relax_events.packages.gateway.sampling import MAX_TOKEN_ID, CallSampling
+from relax_events.packages.gateway.served_model import ServedModel
 
 PATH = "/inference/v1/generate"
 UNSUPPORTED_FIELDS = ("features", "content_parts", "stream")

@@ -19,13 +19,12 @@ from typing import Any
 
 import orjson
 
+from relax_events.api.drivers import Node, SessionClosed, SessionLimit, path_tokens
+from relax_events.api.errors import EngineFailed, PoisonSample
+from relax_events.api.events import ChatMessage, FinishReason
 from relax_events.data.messages import Tool, write_json
-from relax_events.episodes.graph import Node, path_tokens
-from relax_events.episodes.session import SessionClosed, SessionLimit
-from relax_events.errors import EngineFailed, PoisonSample
-from relax_events.events.parts import ChatMessage, FinishReason
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.sampling import CallSampling
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.sampling import CallSampling
 
 RETRY_SECONDS = 1
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}

@@ -11,23 +11,25 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from relax_events.data.conversations import ASSISTANT
-from relax_events.data.messages import PartReader, count_text_bytes, refuse_part
-from relax_events.engines.protocol import GeneratedSample
-from relax_events.episodes.graph import Continuation, Node, path_media, path_tokens
-from relax_events.episodes.session import (
+from relax_events.api.drivers import (
+    Continuation,
     Limit,
+    Node,
     PreparedTurn,
     Session,
     SessionClosed,
     SessionLimit,
+    path_media,
+    path_tokens,
 )
-from relax_events.events.parts import ChatMessage, ContentPart, Modality, ToolCall
-from relax_events.gateway.session_media import SessionMedia
-from relax_events.gateway.tool_calls import parse_reply
-from relax_events.http.identity import BodyBound
-from relax_events.media.model_inputs import ProcessedMedia
+from relax_events.api.engines import GeneratedSample, ProcessedMedia
+from relax_events.api.events import ChatMessage, ContentPart, Modality, ToolCall
+from relax_events.api.http import BodyBound
+from relax_events.data.conversations import ASSISTANT
+from relax_events.data.messages import PartReader, count_text_bytes, refuse_part
 from relax_events.objects.store import list_message_media
+from relax_events.packages.gateway.session_media import SessionMedia
+from relax_events.packages.gateway.tool_calls import parse_reply
 
 
 @dataclass(slots=True, eq=False)

@@ -16,15 +16,16 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
-from relax_events.config import MediaConfig, RunConfig
+from relax_events.api.engines import ProcessedMedia, RunConfig
+from relax_events.api.errors import MediaError, PoisonSample
+from relax_events.api.events import ChatMessage, ContentPart, MediaRef, Modality
+from relax_events.api.prompts import MediaItem
+from relax_events.api.training import MediaConfig
 from relax_events.data.conversations import ASSISTANT
 from relax_events.episodes.messages import SYSTEM
-from relax_events.errors import MediaError, PoisonSample
 from relax_events.events.immutable import immutable
-from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaItem, MediaKey
+from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaKey
 from relax_events.media.library import LibraryThreads, MediaLibrary
-from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.media.token_layout import read_modality
 
 NUM_THREADS = 2

@@ -3,26 +3,79 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from pathlib import Path
 
 import numpy as np
+import structlog
 from numpy.typing import NDArray
 
-from relax_events.config import DataConfig, EngineConfig, ModelConfig
+from relax_events.api.drivers import SessionBounds
+from relax_events.api.engines import Engine, EngineConfig, GenerationRequest, SampleRequest, Weights
+from relax_events.api.errors import ConfigError, EngineFailed
+from relax_events.api.training import ModelConfig
+from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.engines.protocol import GenerationRequest, SampleRequest
 from relax_events.engines.transformers.engine import TransformersEngine
+from relax_events.episodes.call_engine import CallEngine, EngineCall
 from relax_events.episodes.render_queue import RenderQueue
-from relax_events.episodes.session import SessionBounds
-from relax_events.errors import ConfigError
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.sampling import CallSampling
-from relax_events.gateway.served_engine import ServedEngine
-from relax_events.weights import Weights
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.sampling import CallSampling
 
 CALLERS = "http"
 """Data source of the renderer: HTTP requests."""
 TOKENIZER_FILE = "tokenizer_config.json"
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 30.0
+
+log = structlog.get_logger()
+
+
+class ServedEngine(CallEngine):
+    """Answers the calls of an event loop from `open` to `close`: a thread of its own polls the
+    engine.
+
+    Attributes:
+        failure: The error that stopped the engine; every call is answered with it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.failure: EngineFailed | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def open(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail the calls that wait, and close the engine."""
+        self._is_closing = True
+        self.interrupt()
+        self._thread.join(CLOSE_SECONDS)
+
+    @property
+    def _is_waiting(self) -> bool:
+        return True
+
+    def _put(self, call: EngineCall | None) -> None:
+        super()._put(call)
+        if self.failure is not None:  # checked last: nothing takes what is queued after the failure
+            self._fail_queued(self.failure)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self.poll(timeout_seconds=POLL_SECONDS)
+            failure = EngineFailed("the server has stopped; call again once it is restarted")
+        except Exception as error:
+            log.exception("engine.failed")
+            failure = EngineFailed(f"the engine has failed: {error!r}; restart the server")
+        self.failure = failure
+        self._fail_calls(failure)
+        self._fail_queued(failure)
+        self._engine.close()
 
 
 class ServedModel:

@@ -23,7 +23,7 @@ PR_SET_CHILD_SUBREAPER = 36
 NOT_STARTED = 127
 KILLED = 137
 FOLDER_PREFIX = "relax-episode-"
-PRIVILEGES = os.path.join(os.path.dirname(__file__), "..", "privileges.py")  # noqa: PTH118, PTH120
+PRIVILEGES = os.path.join(os.path.dirname(__file__), "..", "..", "privileges.py")  # noqa: PTH118, PTH120
 
 
 def main() -> int:

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
+from relax_events.api.drivers import Node
+from relax_events.api.events import ChatMessage
 from relax_events.data.messages import Tool, parse_message, print_message, refuse_unknown_fields
-from relax_events.episodes.graph import Node
 from relax_events.episodes.messages import with_one_system_message
-from relax_events.events.parts import ChatMessage
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.dialect import (
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.dialect import (
     AnswerHead,
     ModelCall,
     Problem,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_events.config import SamplingConfig
+from relax_events.api.engines import SamplingConfig
 
 SEED_BITS = 63
 MIN_TEMPERATURE = 1e-5

@@ -26,20 +26,22 @@ from starlette.exceptions import HTTPException
 from starlette.types import Lifespan
 
 from relax_events import __version__
-from relax_events.episodes.graph import Node
-from relax_events.episodes.session import SessionClosed, SessionLimit
-from relax_events.errors import EngineFailed, ObjectError, PoisonSample, StoreUnavailable
-from relax_events.gateway.anthropic_dialect import AnthropicCall, AnthropicPrompt, anthropic_error
-from relax_events.gateway.chat_dialect import ChatCall, openai_error
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.dialect import AnswerHead, ModelCall, Problem, describe
-from relax_events.gateway.disconnects import cancel_on_disconnect
-from relax_events.gateway.offer_routes import add_offer_routes
-from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.responses_dialect import ResponsesCall
-from relax_events.gateway.session_keys import NO_KEY, Callers, SessionKeys, require_session
-from relax_events.http.guard import GuardLimits, RequestGuard
-from relax_events.http.identity import RequestHead
+from relax_events.api.drivers import Node, SessionClosed, SessionLimit
+from relax_events.api.errors import EngineFailed, ObjectError, PoisonSample, StoreUnavailable
+from relax_events.api.http import GuardLimits, RequestGuard, RequestHead
+from relax_events.packages.gateway.anthropic_dialect import (
+    AnthropicCall,
+    AnthropicPrompt,
+    anthropic_error,
+)
+from relax_events.packages.gateway.chat_dialect import ChatCall, openai_error
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.dialect import AnswerHead, ModelCall, Problem, describe
+from relax_events.packages.gateway.disconnects import cancel_on_disconnect
+from relax_events.packages.gateway.offer_routes import add_offer_routes
+from relax_events.packages.gateway.offers import SessionOffers
+from relax_events.packages.gateway.responses_dialect import ResponsesCall
+from relax_events.packages.gateway.session_keys import NO_KEY, Callers, SessionKeys, require_session
 
 BODY_SECONDS = 60.0
 CALL_SECONDS = 3600.0

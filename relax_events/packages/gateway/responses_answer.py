@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from relax_events.api.drivers import Node
 from relax_events.data.conversations import ASSISTANT
-from relax_events.episodes.graph import Node
-from relax_events.gateway.dialect import (
+from relax_events.packages.gateway.dialect import (
     AnswerHead,
     Problem,
     count_tokens,

@@ -7,12 +7,11 @@ import gc
 
 import uvicorn
 
-from relax_events.gateway.app import CALL_SECONDS, build_gateway
-from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.session_keys import SessionKeys
-from relax_events.http.server import build_server_config, build_url, open_listener
-from relax_events.http.tls import TlsFiles
-from relax_events.runtime.loop_thread import LoopThread
+from relax_events.api.drivers import LoopThread
+from relax_events.api.http import TlsFiles, build_server_config, build_url, open_listener
+from relax_events.packages.gateway.app import CALL_SECONDS, build_gateway
+from relax_events.packages.gateway.offers import SessionOffers
+from relax_events.packages.gateway.session_keys import SessionKeys
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 4096

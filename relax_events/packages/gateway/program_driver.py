@@ -13,27 +13,24 @@ from typing import Any
 import orjson
 import structlog
 
-from relax_events.config import RunConfig
+from relax_events.api.drivers import Session
+from relax_events.api.engines import GenerationRequest, RunConfig
+from relax_events.api.errors import EpisodeFailed, StoreUnavailable
+from relax_events.api.events import ContentPart, MediaRef
+from relax_events.api.http import choose_run_tls, read_secret
 from relax_events.data.messages import print_message
-from relax_events.engines.protocol import GenerationRequest
-from relax_events.episodes.session import Session
-from relax_events.errors import EpisodeFailed, StoreUnavailable
-from relax_events.events.parts import ContentPart, MediaRef
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.offers import SessionOffers
-from relax_events.gateway.program import (
-    ProgramLimits,
-    delete_abandoned_folders,
-    resolve_command,
-    run_program,
-)
-from relax_events.gateway.server import GatewayServer
-from relax_events.gateway.session_keys import SessionKeys
-from relax_events.gateway.session_media import MediaThreads, SessionMedia, to_chat_part
-from relax_events.http.tls import choose_run_tls
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
-from relax_events.secret_handling import read_secret
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.offers import SessionOffers
+from relax_events.packages.gateway.program import (
+    ProgramLimits,
+    delete_abandoned_folders,
+    run_program,
+)
+from relax_events.packages.gateway.server import GatewayServer
+from relax_events.packages.gateway.session_keys import SessionKeys
+from relax_events.packages.gateway.session_media import MediaThreads, SessionMedia, to_chat_part
 
 log = structlog.get_logger()
 
@@ -75,7 +72,7 @@ class ProgramDriver:
             episode_seconds=environment.episode_seconds,
             memory_bytes=environment.memory_bytes,
         )
-        self._command = resolve_command(environment.command) if environment.command else ()
+        self._command = environment.resolve_command()
         if num_deleted := delete_abandoned_folders():
             log.info("episode_folders.deleted", num_folders=num_deleted)
         self.offers = SessionOffers(self._limits) if environment.harness.is_served else None

@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from relax_events.data.tool_formats import (
-    Call,
-    MalformedCall,
-    NoCall,
-    ToolFormat,
-    index_schemas,
-)
+from relax_events.data.tool_formats import Call, MalformedCall, NoCall, ToolFormat, index_schemas
 
 THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 UNCLOSED = "unclosed"

@@ -13,14 +13,21 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Response
 
-from relax_events.config import EngineConfig
-from relax_events.gateway.app import BODY_SECONDS, build_dialect_app, build_problem_body
-from relax_events.gateway.sampling import CallSampling
-from relax_events.gateway.served_model import ServedModel
-from relax_events.gateway.session_keys import ModelClient, read_keys
-from relax_events.gateway.token_route import add_token_route
-from relax_events.http.guard import GuardLimits, RequestGuard
-from relax_events.http.identity import BodyBound, Identify, Identity, RequestHead, is_same_secret
+from relax_events.api.engines import EngineConfig
+from relax_events.api.http import (
+    BodyBound,
+    GuardLimits,
+    Identify,
+    Identity,
+    RequestGuard,
+    RequestHead,
+    is_same_secret,
+)
+from relax_events.packages.gateway.app import BODY_SECONDS, build_dialect_app, build_problem_body
+from relax_events.packages.gateway.sampling import CallSampling
+from relax_events.packages.gateway.served_model import ServedModel
+from relax_events.packages.gateway.session_keys import ModelClient, read_keys
+from relax_events.packages.gateway.token_route import add_token_route
 
 HEALTH = "/health"
 CALL_SECONDS = 4 * 3600.0

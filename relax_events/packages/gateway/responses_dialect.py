@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from relax_events.api.drivers import Node, path_messages
+from relax_events.api.errors import PoisonSample
+from relax_events.api.events import ChatMessage
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.messages import Tool, parse_message
-from relax_events.episodes.graph import Node, path_messages
 from relax_events.episodes.messages import SYSTEM, SYSTEM_ROLES, with_one_system_message
-from relax_events.errors import PoisonSample
-from relax_events.events.parts import ChatMessage
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.dialect import (
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.dialect import (
     AnswerHead,
     ModelCall,
     Problem,
@@ -22,7 +22,7 @@ from relax_events.gateway.dialect import (
     require_list,
     require_text,
 )
-from relax_events.gateway.responses_answer import (
+from relax_events.packages.gateway.responses_answer import (
     answer_events,
     build_response,
     failed_event,

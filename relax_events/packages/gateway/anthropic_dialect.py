@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 import orjson
 from pydantic import Field, field_validator
 
+from relax_events.api.drivers import Limit, Node
+from relax_events.api.errors import PoisonSample
+from relax_events.api.events import ChatMessage
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.messages import Tool, parse_arguments, parse_message, refuse_unknown_fields
-from relax_events.episodes.graph import Node
 from relax_events.episodes.messages import with_one_system_message
-from relax_events.episodes.session import Limit
-from relax_events.errors import PoisonSample
-from relax_events.events.parts import ChatMessage
-from relax_events.gateway.chat_session import ChatSession
-from relax_events.gateway.dialect import (
+from relax_events.packages.gateway.chat_session import ChatSession
+from relax_events.packages.gateway.dialect import (
     AnswerHead,
     ModelCall,
     Problem,
