@@ -6,6 +6,8 @@ accepted where its difference from the sample alone is rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import structlog
 import torch
 from torch import Tensor
@@ -52,11 +54,29 @@ def is_isolated(
     return is_apart
 
 
+def isolates_neighbours(compute_outputs: Callable[[Sequence[int]], Tensor]) -> bool:
+    """Return whether samples that share a row attend to their own tokens alone.
+
+    Args:
+        compute_outputs: Returns a model's outputs, in at least float32, for a row with these
+            positions.
+    """
+    with torch.no_grad():
+        together, alone = map(compute_outputs, NEIGHBOURS)
+        leaking = compute_outputs(range(len(together)))
+    return is_isolated(
+        "rows",
+        alone_output=alone,
+        layout_output=together[-len(alone) :],
+        leaking_output=leaking[-len(alone) :],
+    )
+
+
 def build_probe(
-    positions: list[int], *, vocab_size: int, device: torch.device
+    positions: Sequence[int], *, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return token and position ids of one row, to test a model."""
     # Counting down, so that a sequence at the end of a row has the same ids as one alone.
-    position_ids = torch.tensor([positions], device=device)
+    position_ids = torch.tensor([list(positions)], device=device)
     ids = torch.arange(len(positions), 0, -1, device=device)[None] % vocab_size
     return ids, position_ids

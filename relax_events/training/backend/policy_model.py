@@ -30,9 +30,9 @@ from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.head_logprobs import HeadInputs, apply_head
 from relax_events.training.backend.packing_probe import (
     BRANCHES,
-    NEIGHBOURS,
     build_probe,
     is_isolated,
+    isolates_neighbours,
 )
 from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.backend.tree_attention import ARGUMENT, TreeAttention
@@ -125,7 +125,7 @@ class PolicyModel:
         )
         self._balanced = self._balanced_routers(path) if balances_experts else None
         self._require_linear_head(path)
-        self.shares_rows = self._isolates_neighbours()
+        self.shares_rows = isolates_neighbours(self._probe_positions)
         self.cell_cost = self._cell_cost()
         least = MIN_TOKENS_CPU if device.type == "cpu" else MIN_TOKENS
         self.prefix_sharing = (
@@ -318,17 +318,6 @@ class PolicyModel:
             )
 
     @torch.no_grad()
-    def _isolates_neighbours(self) -> bool:
-        together, alone = (self._probe_positions(positions) for positions in NEIGHBOURS)
-        num_alone = len(alone)
-        return is_isolated(
-            "rows",
-            alone_output=alone,
-            layout_output=together[-num_alone:],
-            leaking_output=self._probe_positions(range(len(together)))[-num_alone:],
-        )
-
-    @torch.no_grad()
     def _isolates_branches(self) -> bool:
         if (reason := self._why_not_shared()) is not None:
             log.info("prefixes.not_shared", reason=reason)
@@ -358,7 +347,7 @@ class PolicyModel:
 
     def _probe_positions(self, positions: Sequence[int]) -> Float[Tensor, "tokens vocabulary"]:
         return self._probe_logprobs(
-            *build_probe(list(positions), vocab_size=self.vocab_size, device=self.device)
+            *build_probe(positions, vocab_size=self.vocab_size, device=self.device)
         )
 
     def _probe_logprobs(

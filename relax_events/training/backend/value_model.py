@@ -4,7 +4,7 @@ its loss tokens out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from relax_events.config import ModelConfig
 from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.causal_lm import load_causal_lm
 from relax_events.models.families import Family, read_family
-from relax_events.training.backend.packing_probe import NEIGHBOURS, build_probe, is_isolated
+from relax_events.training.backend.packing_probe import build_probe, isolates_neighbours
 from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.batch.packing import PackedBatch
 
@@ -106,7 +106,7 @@ class ValueModel:
             self.family.remove_head(loaded), family=self.family, hidden_size=hidden_size
         )
         prepare(self.module, layers)
-        self.shares_rows = self._isolates_neighbours()
+        self.shares_rows = isolates_neighbours(self._probe_positions)
 
     def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
         """Run a micro-batch; return the value at each of its loss tokens, predicted from the tokens
@@ -141,18 +141,7 @@ class ValueModel:
         )
         return output
 
-    @torch.no_grad()
-    def _isolates_neighbours(self) -> bool:
-        together, alone = (self._probe_positions(positions) for positions in NEIGHBOURS)
-        num_alone = len(alone)
-        return is_isolated(
-            "rows",
-            alone_output=alone,
-            layout_output=together[-num_alone:],
-            leaking_output=self._probe_positions(list(range(len(together))))[-num_alone:],
-        )
-
-    def _probe_positions(self, positions: list[int]) -> Float[Tensor, "tokens hidden"]:
+    def _probe_positions(self, positions: Sequence[int]) -> Float[Tensor, "tokens hidden"]:
         probe = build_probe(positions, vocab_size=self.vocab_size, device=self.device)
         hidden: Tensor = call_with_weights(self.module, lambda: self.module.hidden(*probe)[0])
         return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
