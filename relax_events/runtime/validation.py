@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from relax_events.events.types import (
 from relax_events.staleness import IssuedGroup
 from relax_events.topics.plan import belongs_on
 
+Sample = TypeVar("Sample", SampleRolledOut, SampleReady)
 ROLLED_OUT_ARRAYS = ("loss_mask", "rollout_logprobs")
 READY_ARRAYS = (
     "loss_mask",
@@ -114,22 +116,15 @@ def check_samples(events: Sequence[Event]) -> list[SampleRolledOut]:
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    samples: list[SampleRolledOut] = []
-    for event in events:
-        if not isinstance(event, SampleRolledOut):
-            raise PoisonSample(f"expected SampleRolledOut, got {type(event).__name__}")
-        _check_form(event, ROLLED_OUT_ARRAYS)
-        _check_token_sets(event, ("topk_ids",))
-        _check_routed_experts(event)
-        _check_paths(event)
-        if (rewards := event.environment_rewards) is not None:
+    samples = _check_forms(events, SampleRolledOut, ROLLED_OUT_ARRAYS, ("topk_ids",))
+    for sample in samples:
+        if (rewards := sample.environment_rewards) is not None:
             if len(rewards.shape) != 1:
                 raise PoisonSample(
-                    f"sample {event.sample_id}: environment_rewards must be one number per turn, "
+                    f"sample {sample.sample_id}: environment_rewards must be one number per turn, "
                     f"got shape {rewards.shape}"
                 )
-            _require_finite(event, "environment_rewards")
-        samples.append(event)
+            _require_finite(sample, "environment_rewards")
     _check_values(samples, ROLLED_OUT_ARRAYS)
     return samples
 
@@ -141,21 +136,34 @@ def check_ready(events: Sequence[Event]) -> list[SampleReady]:
     Raises:
         PoisonSample: A check failed; the text names the sample, the field and the value.
     """
-    samples: list[SampleReady] = []
+    token_sets = ("topk_ids", "topk_teacher_logprobs")
+    samples = _check_forms(events, SampleReady, READY_ARRAYS, token_sets)
+    for sample in samples:
+        _check_segments(sample)
+        if not math.isfinite(sample.reward):
+            raise PoisonSample(
+                f"sample {sample.sample_id}: reward must be finite, got {sample.reward}"
+            )
+    _check_values(samples, READY_ARRAYS)
+    return samples
+
+
+def _check_forms(
+    events: Sequence[Event],
+    kind: type[Sample],
+    arrays: tuple[str, ...],
+    token_sets: tuple[str, ...],
+) -> list[Sample]:
+    """Check that events are samples of a kind, with arrays and token sets of matching shapes."""
+    samples: list[Sample] = []
     for event in events:
-        if not isinstance(event, SampleReady):
-            raise PoisonSample(f"expected SampleReady, got {type(event).__name__}")
-        _check_form(event, READY_ARRAYS)
-        _check_token_sets(event, ("topk_ids", "topk_teacher_logprobs"))
+        if not isinstance(event, kind):
+            raise PoisonSample(f"expected {kind.__name__}, got {type(event).__name__}")
+        _check_form(event, arrays)
+        _check_token_sets(event, token_sets)
         _check_routed_experts(event)
         _check_paths(event)
-        _check_segments(event)
-        if not math.isfinite(event.reward):
-            raise PoisonSample(
-                f"sample {event.sample_id}: reward must be finite, got {event.reward}"
-            )
         samples.append(event)
-    _check_values(samples, READY_ARRAYS)
     return samples
 
 
