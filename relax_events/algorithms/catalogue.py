@@ -222,43 +222,41 @@ DPPO_NOTES = (
     "approximation; that over the most probable tokens is not offered."
 )
 
+DPPO: dict[str, Any] = {
+    **WITHIN_GROUP,
+    "loss_settings": ("trust_radius", "ratio_cap"),
+    "notes": DPPO_NOTES,
+}
+DPPO_SUMMARY = (
+    "A trust region in place of the clipped ratio: a token whose probability has moved too far, "
+    "by {}, is left out."
+)
+DPPO_SOURCE = (
+    "DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), Binary-"
+    "{}; cap of 20: verl's `{}`."
+)
+
 DPPO_TV = AlgorithmSpec(
     name="dppo_tv",
-    summary=(
-        "A trust region in place of the clipped ratio: a token whose probability has moved too "
-        "far, by total variation, is left out."
-    ),
+    summary=DPPO_SUMMARY.format("total variation"),
     formula=f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = |p - q|\nL = mean over the step's tokens",
-    source=(
-        "DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), "
-        "Binary-TV; cap of 20: verl's `dppo_tv`."
-    ),
-    **WITHIN_GROUP,
+    source=DPPO_SOURCE.format("TV", "dppo_tv"),
+    **DPPO,
     policy_loss=f"{LOSSES}:dppo_tv_loss",
-    loss_settings=("trust_radius", "ratio_cap"),
     settings={"normalise_std": True, "trust_radius": 0.15, "ratio_cap": 20.0},
-    notes=DPPO_NOTES,
 )
 
 DPPO_KL = AlgorithmSpec(
     name="dppo_kl",
-    summary=(
-        "A trust region in place of the clipped ratio: a token whose probability has moved too "
-        "far, by KL divergence, is left out."
-    ),
+    summary=DPPO_SUMMARY.format("KL divergence"),
     formula=(
         f"{GROUP_ADVANTAGE}\n{TRUST_REGION},  D = q log(q / p) + (1 - q) log((1 - q) / (1 - "
         "p))\nL = mean over the step's tokens"
     ),
-    source=(
-        "DPPO: Rethinking the trust region in LLM reinforcement learning (arXiv 2602.04879), "
-        "Binary-KL; cap of 20: verl's `dppo_kl`."
-    ),
-    **WITHIN_GROUP,
+    source=DPPO_SOURCE.format("KL", "dppo_kl"),
+    **DPPO,
     policy_loss=f"{LOSSES}:dppo_kl_loss",
-    loss_settings=("trust_radius", "ratio_cap"),
     settings={"normalise_std": True, "trust_radius": 0.05, "ratio_cap": 20.0},
-    notes=DPPO_NOTES,
 )
 
 RLOO = AlgorithmSpec(
