@@ -74,17 +74,12 @@ def export(
         return
     from relax_events.ops.model_export.new_folder import require_free
 
-    selection: dict[str, Any] = {
-        "version": version,
-        "best": best,
-        "merged": merged,
-        "replaces": force,
-    }
+    choice: dict[str, Any] = {"version": version, "best": best, "merged": merged, "replaces": force}
     max_shard_bytes = parse_size(max_shard_size)
     require_free(to.resolve(), replaces=force)
     with broker.open_run(source, name="export") as settings:
         settings = settings if base is None else _with_base(settings, base)
-        done = _export(settings, to, max_shard_bytes=max_shard_bytes, **selection)
+        done = _export(settings, to, max_shard_bytes=max_shard_bytes, **choice)
     print_fields(asdict(done), output)
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from relax_events.config import EngineConfig, LoRAConfig, ModelConfig
     from relax_events.http.guard import App
     from relax_events.http.tls import TlsFiles
+    from relax_events.packages.gateway.served_model import ServedModel
 
 TOKEN_VARIABLE, OWN_TOKEN_FILE = "SERVE_TOKEN", ".relax/serve-token"
 TOKEN_BYTES = 32
@@ -50,6 +51,19 @@ class EngineOptions:
             dtype=self.dtype,
             device=self.device,
             routing_replay="rollout" if self.enable_return_routed_experts else "none",
+        )
+
+    def open_model(
+        self, path: Path, name: str, *, adapters: Path, lora: LoRAConfig | None
+    ) -> ServedModel:
+        """Load a model, with the adapters of a folder where their settings are given."""
+        from relax_events.packages.gateway.served_model import ServedModel
+
+        return ServedModel(
+            self.model_config(path, lora=lora),
+            self.engine_config(),
+            name=name,
+            adapters=None if lora is None else adapters,
         )
 
     def engine_config(self) -> EngineConfig:
@@ -119,16 +133,10 @@ def serve(
         listener.listen()
         # imported only now, as it takes seconds: what is wrong so far is said at once
         from relax_events.packages.gateway.model_app import build_model_app
-        from relax_events.packages.gateway.served_model import ServedModel
 
-        bounds = engine.engine_config()
-        served = ServedModel(
-            engine.model_config(path, lora=lora),
-            bounds,
-            name=served_model_name or model.resolve().name,
-            adapters=None if lora is None else model,
-        )
-        app = build_model_app(served, bounds, token=token, host=host)
+        name = served_model_name or model.resolve().name
+        served = engine.open_model(path, name, adapters=model, lora=lora)
+        app = build_model_app(served, engine.engine_config(), token=token, host=host)
         print(build_url(listener, tls=tls), flush=True)
         _answer(app, listener, tls)
 

@@ -149,12 +149,16 @@ def build_report(
         "ledger_problems": ledger.problems(),
         "config": config.model_dump(mode="json", exclude=SECRET_KEYS),
         "config_digest": digest_config(config),
-        "config_changes": [
-            {"from_version": version, "changes": [str(change) for change in changes]}
-            for version, changes in settings_history(state.descriptions, run_id=config.run.id)
-        ],
+        "config_changes": _list_changes(config, state),
         "machine": machine(),
     }
+
+
+def _list_changes(config: RunConfig, state: RunState) -> list[dict[str, Any]]:
+    return [
+        {"from_version": version, "changes": [str(change) for change in changes]}
+        for version, changes in settings_history(state.descriptions, run_id=config.run.id)
+    ]
 
 
 def reward_summary(rewards: Sequence[float | None]) -> dict[str, float | None]:

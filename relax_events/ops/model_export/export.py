@@ -119,10 +119,8 @@ def export_version(
         DamagedTensors: A file of the base model's weights is damaged; the text names it.
         EnvironmentProblem: The folder can't be written.
     """
+    content = _choose_content(config, target, merged=merged)
     base = config.model.path
-    if target.resolve() == base.resolve():
-        raise ConfigError(f"--to {target} is the base model's folder; give another one")
-    content = _choose_content(config, merged=merged)
     base_tensors = StoredTensors.from_folder(base)
     with write_folder(target, replaces=replaces) as folder:
         opened = folder / OPENED_FOLDER
@@ -131,15 +129,8 @@ def export_version(
         # first of all, because a running trainer soon deletes versions older than the newest
         weights = open_weights(config, versions, version, opened)
         require_base_folder(config, weights)
-        lineage = Lineage(
-            config,
-            version,
-            weights.digest,
-            weights.kind,
-            read_base_model(base),
-            versions.state,
-            content=content,
-        )
+        origin = (weights.digest, weights.kind, read_base_model(base), versions.state)
+        lineage = Lineage(config, version, *origin, content=content)
         write = _write_adapters if content == ADAPTERS else _write_model
         sizes = write(
             folder, lineage, weights.tensors, base_tensors, max_shard_bytes, report=report
@@ -151,21 +142,21 @@ def export_version(
         policy_version=version,
         source=weights.kind,
         base=str(base),
-        num_tensors=sizes.num_tensors,
-        num_trained=sizes.num_trained,
-        num_files=sizes.num_files,
-        num_bytes=sizes.num_bytes,
         weights_digest=weights.digest.hex(),
         content=content,
+        **sizes._asdict(),
     )
 
 
-def _choose_content(config: RunConfig, *, merged: bool) -> str:
+def _choose_content(config: RunConfig, target: Path, *, merged: bool) -> str:
     """Return the kind of the folder's content.
 
     Raises:
-        ConfigError: `merged` is set, and the run trains the whole model.
+        ConfigError: The folder is the base model's, or `merged` is set and the run trains the whole
+            model.
     """
+    if target.resolve() == config.model.path.resolve():
+        raise ConfigError(f"--to {target} is the base model's folder; give another one")
     if config.model.lora is not None:
         return MERGED if merged else ADAPTERS
     if merged:

@@ -22,6 +22,32 @@ from relax_events.api.training import Topology
 from relax_events.packages.megatron.modules import PackedAttention, RankNorm, ValueHead
 from relax_events.packages.megatron.sizes import DecoderSizes
 
+DECODER: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "qk_layernorm": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "perform_initialization": False,
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",  # the one for variable lengths
+    "calculate_per_token_loss": True,
+}
+"""Settings of megatron-core that are the same for every decoder."""
+RECOMPUTATION: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
 
 def start_model_parallel(topology: Topology, *, seed: int, timeout_seconds: float) -> None:
     """Create the process groups of a topology, and end the groups of an earlier one; collective.
@@ -79,7 +105,28 @@ def build_config(
         recompute: Compute each layer again in the backward pass.
         on_cpu: Keep the weights on the CPU, also where there is a GPU.
     """
-    experts: dict[str, Any] = (
+    return TransformerConfig(
+        num_layers=sizes.num_layers,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_heads,
+        num_query_groups=sizes.num_groups,
+        kv_channels=sizes.head_dim,
+        ffn_hidden_size=sizes.mlp_size or sizes.expert_size,
+        layernorm_epsilon=sizes.eps,
+        use_cpu_initialization=on_cpu or not torch.cuda.is_available(),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        sequence_parallel=sequence_parallel,
+        **DECODER,
+        **_lay_out(topology),
+        **_configure_experts(sizes, dtype),
+        **(RECOMPUTATION if recompute else {}),
+    )
+
+
+def _configure_experts(sizes: DecoderSizes, dtype: torch.dtype) -> dict[str, Any]:
+    return (
         {
             "num_moe_experts": sizes.num_experts,
             "moe_router_topk": sizes.top_k,
@@ -92,57 +139,20 @@ def build_config(
         if sizes.num_experts
         else {}
     )
-    again: dict[str, Any] = (
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-        if recompute
-        else {}
-    )
-    return TransformerConfig(
-        num_layers=sizes.num_layers,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_heads,
-        num_query_groups=sizes.num_groups,
-        kv_channels=sizes.head_dim,
-        ffn_hidden_size=sizes.mlp_size or sizes.expert_size,
-        layernorm_epsilon=sizes.eps,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        qk_layernorm=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        use_cpu_initialization=on_cpu or not torch.cuda.is_available(),
-        perform_initialization=False,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # noqa: S106  # the one for variable lengths
-        calculate_per_token_loss=True,
-        tensor_model_parallel_size=topology.tensor,
-        pipeline_model_parallel_size=topology.pipeline,
-        virtual_pipeline_model_parallel_size=topology.chunks if topology.chunks > 1 else None,
+
+
+def _lay_out(topology: Topology) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": topology.tensor,
+        "pipeline_model_parallel_size": topology.pipeline,
+        "virtual_pipeline_model_parallel_size": topology.chunks if topology.chunks > 1 else None,
         # each direction on its own: between two stages all four messages at once would be mixed up
-        overlap_p2p_comm=topology.chunks > 1,
-        batch_p2p_comm=topology.chunks == 1,
-        context_parallel_size=topology.context,
-        expert_model_parallel_size=topology.expert,
-        expert_tensor_parallel_size=topology.expert_tensor,
-        sequence_parallel=sequence_parallel,
-        **experts,
-        **again,
-    )
+        "overlap_p2p_comm": topology.chunks > 1,
+        "batch_p2p_comm": topology.chunks == 1,
+        "context_parallel_size": topology.context,
+        "expert_model_parallel_size": topology.expert,
+        "expert_tensor_parallel_size": topology.expert_tensor,
+    }
 
 
 def build_model(sizes: DecoderSizes, config: TransformerConfig, *, chunk: int = 0) -> GPTModel:
