@@ -55,7 +55,8 @@ def test_scaling_completes_when_the_controller_is_killed_at_any_record(
     grown = call(run, "--up-to", "2", "--key", "grow")
     assert wait_until_over(run, grown) is Status.ACTIVE
     run.wait_until(lambda: run.is_ready("rollout-1"), "the new worker is ready")
-    shrunk = call(run, "--down-to", "1", "--yes", "--key", "shrink")
+    limit = ("--timeout-seconds", "300")  # a busy machine is no failure
+    shrunk = call(run, "--down-to", "1", "--yes", "--key", "shrink", *limit)
     assert wait_until_over(run, shrunk) is Status.COMPLETED
     run.signal(signal.SIGCONT, "trainer-0")
 

@@ -318,7 +318,8 @@ def start_metrics(config: RunConfig) -> Any:
             file.save({entity: max(end - 500, 0) for entity, end in ends.items()})
         worker.drain.start()
         MetricsLoop(worker).run()
-        return {"lines": len(path.read_bytes().splitlines())}
+        lines = map(json.loads, path.read_bytes().splitlines())
+        return {"lines": sum(line.get("worker_id") != worker.worker_id for line in lines)}
 
 
 def start_follower(config: RunConfig) -> Any:
