@@ -130,13 +130,17 @@ class ScalingService:
 
     def views(self, kind: Kind, *, model: str | None, status: Status | None) -> RequestList:
         """Describe the requests of a kind, of one model or in one status."""
-        views = [
-            view
+        views = [self.view(request) for request in self._select(kind, model, status)]
+        return RequestList(requests=views, total_count=len(views))
+
+    def _select(self, kind: Kind, model: str | None, status: Status | None) -> list[ScaleRequest]:
+        now = now_micros()
+        return [
+            request
             for request in self.state.requests.values()
             if request.kind is kind and model in (None, request.command.model)
-            if status in (None, (view := self.view(request)).status)
+            if status in (None, self.state.status(request, now=now))
         ]
-        return RequestList(requests=views, total_count=len(views))
 
     def cancel(self, request_id: str) -> ApiResponse:
         """Cancel a request and remove the workers that it has added.
@@ -157,14 +161,13 @@ class ScalingService:
         self, *, model: str | None, status: Status | None, dry_run: bool
     ) -> CancelResult:
         """Cancel every matching request that can be cancelled."""
+        requests = self._select(Kind.OUT, model, status)
         result = CancelResult(
-            dry_run=dry_run, filters={"model_name": model, "status_filter": status}
+            total_count=len(requests),
+            dry_run=dry_run,
+            filters={"model_name": model, "status_filter": status},
         )
-        for view in self.views(Kind.OUT, model=model, status=status).requests:
-            request, result.total_count = (
-                self.state.requests[view.request_id],
-                result.total_count + 1,
-            )
+        for request in requests:
             try:
                 command = admission.cancel(self.state, self.bounds, request, now=now_micros())
             except RejectedError as rejection:

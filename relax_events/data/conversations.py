@@ -92,6 +92,11 @@ ASSISTANT = "assistant"
 Messages = list[ChatMessage]
 
 
+def begins_turn(conversation: Sequence[ChatMessage]) -> bool:
+    """Return whether a conversation ends with an assistant's message, whose text is continued."""
+    return bool(conversation) and conversation[-1].role == ASSISTANT
+
+
 def split_conversation(
     conversation: Messages, *, train_on: Literal["all", "last"], location: str
 ) -> tuple[Messages, Messages]:
@@ -124,7 +129,7 @@ def _refuse_begun_turn(prompt: Messages, *, location: str) -> None:
     """Refuse a prompt that ends in the middle of a conversation with an assistant's message: the
     next message would continue its text.
     """
-    if prompt and prompt[-1].role == ASSISTANT:
+    if begins_turn(prompt):
         raise ConfigError(
             f"{location} has two assistant messages in a row, {len(prompt)} and "
             f"{len(prompt) + 1}; join them into one"

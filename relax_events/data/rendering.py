@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from relax_events.config import DataConfig, JudgeConfig, MediaConfig
 from relax_events.data.control_tokens import ControlTokens
-from relax_events.data.conversations import ASSISTANT
+from relax_events.data.conversations import ASSISTANT, begins_turn
 from relax_events.data.messages import (
     REASONING_FIELDS,
     continue_turn,
@@ -249,7 +249,7 @@ class PromptRenderer:
             PoisonSample: As of `apply_template`, or a begun turn has tool calls, or the template
                 leaves it out or repeats it.
         """
-        if not messages or messages[-1].role != ASSISTANT:
+        if not begins_turn(messages):
             return self.apply_template(messages, tools=tools)
         *before, begun = messages
         if begun.tool_calls:
@@ -386,7 +386,7 @@ def join_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 def _split_at_mark(rendered: str, mark: str) -> tuple[str, str]:
     if rendered.count(mark) != 1:
         raise PoisonSample(
-            "the chat template leaves out, or repeats, an earlier turn of the policy; set "
+            "the chat template leaves out, or repeats, a turn of the policy; set "
             "data.chat_template_file to a template that keeps it"
         )
     before, _, after = rendered.partition(mark)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.data.conversations import ASSISTANT
+from relax_events.data.conversations import ASSISTANT, begins_turn
 from relax_events.data.messages import continue_turn
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
@@ -90,7 +90,7 @@ def tokenize_completion(
     pieces: list[NDArray[np.int32]] = []
     masks: list[NDArray[np.uint8]] = []
     rendered = renderer.render_prompt(prompt, tools=tools)
-    if prompt[-1].role == ASSISTANT:
+    if begins_turn(prompt):
         *prompt, begun = prompt
         completion = [continue_turn(begun, completion[0]), *completion[1:]]
     for index, message in enumerate(completion):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.data.conversations import ASSISTANT
+from relax_events.data.conversations import ASSISTANT, begins_turn
 from relax_events.data.messages import continue_turn
 from relax_events.engines.protocol import GeneratedSample, SampleRequest
 from relax_events.episodes.messages import extend_digest, path_digests
@@ -119,18 +119,15 @@ class MessageGraph:
     def find(self, messages: Sequence[ChatMessage], *, tools: str) -> Continuation:
         """Find the longest path whose messages begin a history."""
         digests = path_digests(messages, tools=tools)
-        parents = (self._by_digest.get(digests[count]) for count in range(len(messages), 0, -1))
-        num_new, parent = next(
-            ((number, node) for number, node in enumerate(parents) if node is not None),
-            (len(messages), None),
-        )
-        rest = tuple(messages[len(messages) - num_new :])
+        lengths = range(len(messages), 0, -1)
+        count = next((length for length in lengths if digests[length] in self._by_digest), 0)
+        parent, rest = self._by_digest.get(digests[count]), tuple(messages[count:])
         return Continuation(
             parent,
             rest,
             digests[-1],
             is_fork=bool(self.nodes) if parent is None else parent in self._continued,
-            begun_digest=digests[-2] if rest and rest[-1].role == ASSISTANT else b"",
+            begun_digest=digests[-2] if begins_turn(rest) else b"",
         )
 
     def add(

@@ -119,8 +119,9 @@ def export_version(
         DamagedTensors: A file of the base model's weights is damaged; the text names it.
         EnvironmentProblem: The folder can't be written.
     """
-    content = _choose_content(config, target, merged=merged)
     base = config.model.path
+    _require_other_folder(target, base)
+    content = _choose_content(config, merged=merged)
     base_tensors = StoredTensors.from_folder(base)
     with write_folder(target, replaces=replaces) as folder:
         opened = folder / OPENED_FOLDER
@@ -148,15 +149,17 @@ def export_version(
     )
 
 
-def _choose_content(config: RunConfig, target: Path, *, merged: bool) -> str:
+def _require_other_folder(target: Path, base: Path) -> None:
+    if target.resolve() == base.resolve():
+        raise ConfigError(f"--to {target} is the base model's folder; give another one")
+
+
+def _choose_content(config: RunConfig, *, merged: bool) -> str:
     """Return the kind of the folder's content.
 
     Raises:
-        ConfigError: The folder is the base model's, or `merged` is set and the run trains the whole
-            model.
+        ConfigError: `merged` is set, and the run trains the whole model.
     """
-    if target.resolve() == config.model.path.resolve():
-        raise ConfigError(f"--to {target} is the base model's folder; give another one")
     if config.model.lora is not None:
         return MERGED if merged else ADAPTERS
     if merged:
