@@ -15,10 +15,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from relax_events.config import RunConfig, TeacherModelConfig
 from relax_events.errors import ConfigError, PoisonSample
+from relax_events.events.json_text import parse_json
 from relax_events.events.types import SampleRolledOut
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.roles.logprob_processor import LogprobScorer, open_scorer
@@ -141,7 +140,7 @@ class TeacherScorer(LogprobScorer):
 
 def _metadata(sample: SampleRolledOut) -> dict[str, Any]:
     try:
-        metadata = orjson.loads(sample.metadata)
-    except orjson.JSONDecodeError:
+        metadata = parse_json(sample.metadata)
+    except ValueError:
         return {}
     return metadata if isinstance(metadata, dict) else {}

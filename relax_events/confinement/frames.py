@@ -21,6 +21,8 @@ from typing import IO, Any
 
 import orjson
 
+from relax_events.events.json_text import format_json, parse_json
+
 PREFIX = struct.Struct("<IQQ")
 READ_BYTES = 1 << 18
 Buffer = bytes | bytearray | memoryview
@@ -67,7 +69,14 @@ def encode_head(head: Mapping[str, Any], contents: Sequence[Buffer] = ()) -> byt
     Raises:
         TypeError: The head can't be written as JSON.
     """
-    return orjson.dumps([head, [memoryview(content).nbytes for content in contents]])
+    parts = [head, [memoryview(content).nbytes for content in contents]]
+    try:
+        return orjson.dumps(parts)
+    except TypeError:  # of a large integer, among others
+        try:
+            return format_json(parts).encode()
+        except ValueError as error:
+            raise TypeError(str(error)) from None
 
 
 def build_frame(line: bytes, contents: Sequence[Buffer], number: int) -> list[Buffer]:
@@ -85,7 +94,7 @@ def decode_frame(number: int, line: bytes, content: bytes) -> Frame:
         InvalidFrame: The head is no JSON object with lengths, or these don't match the contents.
     """
     try:
-        head, lengths = orjson.loads(line)
+        head, lengths = parse_json(line.decode())
         bounds = [0, *accumulate(lengths)]
         if isinstance(head, dict) and bounds[-1] == len(content) and bounds == sorted(bounds):
             return Frame(number, head, [content[start:end] for start, end in pairwise(bounds)])

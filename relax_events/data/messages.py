@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import orjson
-
 from relax_events.errors import PoisonSample
+from relax_events.events.json_text import format_json, parse_json
 from relax_events.events.parts import ChatMessage, ContentPart, Modality, ToolCall
 
 Tool = Mapping[str, Any]
@@ -133,8 +132,8 @@ def write_json(value: Any, *, what: str) -> str:
         PoisonSample: It can't be written; the text begins with `what`.
     """
     try:
-        return orjson.dumps(value).decode()
-    except TypeError as error:
+        return format_json(value)
+    except (TypeError, ValueError) as error:
         raise PoisonSample(f"{what} are no JSON that can be shown: {error}") from None
 
 
@@ -199,8 +198,8 @@ def continue_turn(begun: ChatMessage, rest: ChatMessage) -> ChatMessage:
 def parse_arguments(call: ToolCall) -> Any:
     """Return the value of a tool call's arguments; their text if it is no JSON."""
     try:
-        return orjson.loads(call.arguments)
-    except orjson.JSONDecodeError:
+        return parse_json(call.arguments)
+    except ValueError:
         return call.arguments
 
 

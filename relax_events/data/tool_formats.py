@@ -22,7 +22,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-import orjson
+from relax_events.events.json_text import parse_json
 
 Call = tuple[str, Mapping[str, Any]]
 """A tool's name, and its arguments."""
@@ -78,7 +78,7 @@ class ToolFormat:
 
 def index_schemas(tools: str) -> Schemas:
     """Return the schemas of the arguments of tools, a JSON list, by name."""
-    functions = [tool.get("function") or tool for tool in orjson.loads(tools or "[]")]
+    functions = [tool.get("function") or tool for tool in parse_json(tools or "[]")]
     return {str(one["name"]): one.get("parameters") or {} for one in functions if "name" in one}
 
 
@@ -89,8 +89,8 @@ def read_json(text: str) -> Any:
         MalformedCall: It is none.
     """
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        return parse_json(text)
+    except ValueError:
         raise MalformedCall("not_json") from None
 
 
@@ -147,8 +147,8 @@ def _typed(value: str, schema: Any) -> Any:
     if not kinds or "string" in kinds:
         return value
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
+        return parse_json(value)
+    except ValueError:
         return {"True": True, "False": False, "None": None}.get(value.strip(), value)
 
 
@@ -170,16 +170,16 @@ def _read_llama3(text: str, schemas: Schemas) -> list[Call]:
 def _read_values(text: str) -> list[Any]:
     """Return JSON objects with semicolons between them."""
     try:
-        return [orjson.loads(text)]
-    except orjson.JSONDecodeError:
+        return [parse_json(text)]
+    except ValueError:
         pieces, values = text.split(";"), []
     begun = ""
     for piece in pieces:
         begun += piece
         try:
-            values.append(orjson.loads(begun))
+            values.append(parse_json(begun))
             begun = ""
-        except orjson.JSONDecodeError:
+        except ValueError:
             begun += ";"
     if begun.strip("; \n"):
         raise MalformedCall("not_json")

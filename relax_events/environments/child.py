@@ -11,12 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import orjson
-
 from relax_events.confinement.frames import Frame
 from relax_events.confinement.served import Answer, Served
 from relax_events.environments.reply_encoding import encode_reply
 from relax_events.errors import ConfigError, RelaxError
+from relax_events.events.json_text import parse_json
 from relax_events.plugins import ENVIRONMENTS, FUNCTION, find_plugin, select_named
 
 FILES = "files"
@@ -68,7 +67,7 @@ def _call_environment(
     offered = {
         "messages": question["messages"],
         "answer": question["answer"],
-        "metadata": orjson.loads(question["metadata"]),
+        "metadata": parse_json(question["metadata"]),
         FILES: request.contents,
     }
     fields = {name: offered[name] for name in select_named(function, offered)}

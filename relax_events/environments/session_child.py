@@ -21,8 +21,6 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import orjson
-
 from relax_events.confinement.frames import Frame
 from relax_events.confinement.served import IS_CONCURRENT, MAX_IN_FLIGHT, Answer, Served
 from relax_events.environments.interfaces import load_adapter
@@ -37,6 +35,7 @@ from relax_events.environments.interfaces.protocol import (
 from relax_events.environments.reply import Reply
 from relax_events.environments.reply_encoding import encode_replies
 from relax_events.errors import PoisonSample, RelaxError
+from relax_events.events.json_text import format_json, parse_json
 
 TICK_SECONDS = 1.0
 EXIT_SECONDS = 1.0
@@ -155,7 +154,7 @@ class SessionServer:
     def _encode_opening(self, opening: Opening) -> Answer:
         header, contents = self._encode_replies(opening.messages)
         header["replaces_prompt"] = opening.replaces_prompt
-        header["tools"] = orjson.dumps(list(opening.tools)).decode() if opening.tools else ""
+        header["tools"] = format_json(list(opening.tools)) if opening.tools else ""
         return header, contents
 
     def _encode_observation(self, observation: Observation) -> Answer:
@@ -185,7 +184,7 @@ def _read_task(request: Frame) -> Task:
         seed=request.head["seed"],
         messages=request.head["messages"],
         answer=request.head["answer"],
-        metadata=orjson.loads(request.head["metadata"]),
+        metadata=parse_json(request.head["metadata"]),
         files=request.contents,
     )
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-import orjson
 import structlog
 
 from relax_events.config import EnvironmentConfig, RunConfig
@@ -36,6 +35,7 @@ from relax_events.environments.interfaces.protocol import DEADLINES
 from relax_events.environments.pool import build_setup, print_messages
 from relax_events.environments.reply_media import ProcessedReply, process_reply
 from relax_events.errors import ConfigError, EpisodeFailed, PoisonSample
+from relax_events.events.json_text import format_json, parse_json
 from relax_events.media.library import LibraryThreads, MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.objects.store import list_message_media
@@ -304,7 +304,7 @@ def _join_tools(row: str, opening: str) -> str:
     """Join two JSON lists of tools, either of which may be empty."""
     if not row or not opening:
         return row or opening
-    return orjson.dumps([*orjson.loads(row), *orjson.loads(opening)]).decode()
+    return format_json([*parse_json(row), *parse_json(opening)])
 
 
 def _check_answer(reply: Reply, where: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
+from relax_events.events.json_text import parse_json
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 FORMAT = '{"name": ..., "arguments": {...}} between <tool_call> and </tool_call>'
@@ -29,8 +29,8 @@ def read_tool_calls(text: str) -> list[ToolCall]:
 
 def _read(body: str) -> ToolCall:
     try:
-        call: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        call: Any = parse_json(body)
+    except ValueError:
         return ToolCall(error=f"the tool call is not JSON; write {FORMAT}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(error=f"the tool call has no name; write {FORMAT}")

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 import relax_events
 from relax_events.confinement.frames import Frame
 from relax_events.confinement.served import (
@@ -30,6 +28,7 @@ from relax_events.confinement.served import (
     Served,
 )
 from relax_events.errors import RelaxError
+from relax_events.events.json_text import parse_json
 from relax_events.rewards.by_source import RewardRoutes, load_routes
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.registry import read_info
@@ -142,7 +141,7 @@ class Caller:
 
     def _explain(self, request: dict[str, Any]) -> list[str | None] | None:
         """Return answer, location and reason of a reward; None if the function explains none."""
-        metadata = orjson.loads(request["metadata"])
+        metadata = parse_json(request["metadata"])
         loaded: Any = self._routes.reward_for(metadata).function
         options = loaded.keywords if isinstance(loaded, partial) else {}
         explain = read_info(getattr(loaded, "func", loaded)).explain
@@ -166,7 +165,7 @@ class Caller:
         return answer
 
     def _call(self, request: dict[str, Any]) -> Any:
-        completions, metadata = request["completions"], orjson.loads(request["metadata"])
+        completions, metadata = request["completions"], parse_json(request["metadata"])
         reward, takes_all = self._routes.reward_for(metadata), self._routes.takes_prompt_group
         first = completions if takes_all else completions[0]
         more = {
@@ -195,7 +194,7 @@ class Caller:
                 ),
                 "seconds": seconds,
             }
-        weights = self._routes.reward_for(orjson.loads(request["metadata"])).weights
+        weights = self._routes.reward_for(parse_json(request["metadata"])).weights
         return {"results": [_result(one, weights) for one in values], "seconds": seconds}
 
 

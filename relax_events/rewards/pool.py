@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from relax_events.config import RewardConfig
@@ -29,6 +28,7 @@ from relax_events.confinement.settings import START_SECONDS
 from relax_events.data.conversations import ASSISTANT
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.immutable import immutable
+from relax_events.events.json_text import parse_json
 from relax_events.rewards.by_source import combine_digests, require_same_form
 from relax_events.rewards.code_version import file_stamps
 from relax_events.rewards.registry import Explanation
@@ -235,7 +235,7 @@ class RewardPool:
     def _find_profile(self, call: Call) -> Profile:
         if len(self._pools) == 1:
             return next(iter(self._pools))
-        metadata = orjson.loads(call.head["metadata"])
+        metadata = parse_json(call.head["metadata"])
         return self._profiles[self._config.find_source(metadata)]
 
     def _read_result(

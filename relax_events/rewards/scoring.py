@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from relax_events.algorithms.gae import rewards_by_loss_token
 from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
+from relax_events.events.json_text import parse_json
 from relax_events.events.parts import ChatMessage, StoredArray
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleRolledOut, SampleScored
@@ -53,8 +53,8 @@ def read_source(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
     if not reward.routes:
         return None
     try:
-        return reward.find_source(orjson.loads(sample.metadata))
-    except (orjson.JSONDecodeError, AttributeError):
+        return reward.find_source(parse_json(sample.metadata))
+    except (ValueError, AttributeError):
         return None
 
 

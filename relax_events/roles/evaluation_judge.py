@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import orjson
-
 from relax_events.config import RewardConfig, RunConfig
 from relax_events.data.rows import PromptRow
 from relax_events.engines.protocol import Engine, GeneratedSample
 from relax_events.errors import MediaError, PoisonSample, RewardError
+from relax_events.events.json_text import parse_json
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.run_judge import JudgeReward, load_judge_rewards
 from relax_events.rewards.scores import Score
@@ -107,7 +106,7 @@ def choose_judge_reward(
     it.
     """
     try:
-        tree: Any = orjson.loads(metadata)
-    except orjson.JSONDecodeError:
+        tree: Any = parse_json(metadata)
+    except ValueError:
         tree = {}
     return rewards.get(reward.find_source(tree if isinstance(tree, dict) else {}))

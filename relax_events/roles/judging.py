@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import orjson
 
 from relax_events.config import RunConfig
 from relax_events.data.rendering import load_judge_renderer
 from relax_events.engines.protocol import Engine, GeneratedSample, GenerationRequest, SampleRequest
 from relax_events.errors import ConfigError, RewardError
+from relax_events.events.json_text import parse_json
 from relax_events.events.parts import (
     ChatMessage,
     ContentPart,
@@ -182,7 +182,7 @@ def _message(question: str, media: Sequence[ProcessedMedia]) -> ChatMessage:
 
 def _metadata(text: str) -> dict[str, object]:
     try:
-        metadata = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        metadata = parse_json(text)
+    except ValueError as error:
         raise RewardError(f"the sample's metadata is no JSON: {error}") from None
     return metadata if isinstance(metadata, dict) else {}

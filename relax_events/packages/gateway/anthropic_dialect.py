@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import orjson
 from pydantic import Field, field_validator
 
 from relax_events.api.drivers import Limit, Node
 from relax_events.api.errors import PoisonSample
-from relax_events.api.events import ChatMessage
+from relax_events.api.events import ChatMessage, format_json
 from relax_events.data.conversations import ASSISTANT
 from relax_events.data.messages import Tool, parse_arguments, parse_message, refuse_unknown_fields
 from relax_events.episodes.messages import with_one_system_message
@@ -190,7 +189,7 @@ def _block_delta(block: Mapping[str, Any]) -> dict[str, Any]:
     if block["type"] == "tool_use":
         return {
             "type": "input_json_delta",
-            "partial_json": orjson.dumps(block["input"]).decode(),
+            "partial_json": format_json(block["input"]),
         }
     return {"type": f"{block['type']}_delta", block["type"]: block[block["type"]]}
 
@@ -226,7 +225,7 @@ def _assistant_message(content: Any) -> Item:
 
 def _tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
     name = require_text(block, "name", "a tool_use block")
-    arguments = orjson.dumps(block.get("input") or {}).decode()
+    arguments = format_json(block.get("input") or {})
     return {
         "id": str(block.get("id", "")),
         "type": "function",

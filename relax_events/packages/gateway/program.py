@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from relax_events.api.errors import EpisodeFailed
+from relax_events.api.events import format_json
 from relax_events.confinement.variables import build_child_environment
 from relax_events.packages.gateway.program_guard import FOLDER_PREFIX
 
@@ -72,7 +71,7 @@ async def run_program(
     """
     with locked_folder() as folder:
         name = str(folder)
-        (folder / TASK_FILE).write_bytes(orjson.dumps(task))
+        (folder / TASK_FILE).write_bytes(format_json(task).encode())
         environment = build_child_environment() | {
             "HOME": name,
             "TMPDIR": name,

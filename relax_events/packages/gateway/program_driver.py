@@ -10,13 +10,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import orjson
 import structlog
 
 from relax_events.api.drivers import Session
 from relax_events.api.engines import GenerationRequest, RunConfig
 from relax_events.api.errors import EpisodeFailed, StoreUnavailable
-from relax_events.api.events import ContentPart, MediaRef
+from relax_events.api.events import ContentPart, MediaRef, parse_json
 from relax_events.api.http import choose_run_tls, read_secret
 from relax_events.data.messages import print_message
 from relax_events.media.library import MediaLibrary
@@ -177,8 +176,8 @@ def build_task(request: GenerationRequest, *, fetch: Callable[[MediaRef], bytes]
             print_message(message, show_part=lambda part: _show_media(part, fetch))
             for message in row.messages
         ],
-        "metadata": orjson.loads(row.metadata),
-        "tools": orjson.loads(row.tools) if row.tools else [],
+        "metadata": parse_json(row.metadata),
+        "tools": parse_json(row.tools) if row.tools else [],
         "prompt_group_id": request.prompt_group_id,
     }
 

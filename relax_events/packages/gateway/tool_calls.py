@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-import orjson
-
+from relax_events.api.events import format_json
 from relax_events.data.tool_formats import Call, MalformedCall, NoCall, ToolFormat, index_schemas
 
 THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
@@ -74,6 +73,6 @@ def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply
 def _written(call: Call) -> tuple[str, str]:
     name, arguments = call
     try:
-        return name, orjson.dumps(arguments).decode()
-    except TypeError:
+        return name, format_json(arguments)
+    except ValueError:
         raise MalformedCall("nested_too_deep") from None

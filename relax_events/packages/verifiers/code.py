@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
+from relax_events.api.events import format_json, parse_json
 from relax_events.api.rewards import (
     Explanation,
     Limits,
@@ -210,20 +209,20 @@ def _call(name: str, args: Any, result: Any) -> str:
     """Return a program that calls a function, or the method of that name of `Solution`, and
     compares as JSON would.
     """
-    arguments = orjson.dumps(args if isinstance(args, list) else [args]).decode()
+    arguments = format_json(args if isinstance(args, list) else [args])
     return (
         "import json, solution\n"
         "owner = solution.Solution() if hasattr(solution, 'Solution') else solution\n"
         f"function = getattr(owner, {name!r})\n"
         f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == "
-        f"json.loads({orjson.dumps(result).decode()!r})\n"
+        f"json.loads({format_json(result)!r})\n"
     )
 
 
 def _from_answer(answer: str) -> dict[str, Any]:
     try:
-        parsed = orjson.loads(answer)
-    except orjson.JSONDecodeError:
+        parsed = parse_json(answer)
+    except ValueError:
         raise ValueError(NO_TESTS) from None
     return parsed if isinstance(parsed, dict) else {"tests": parsed}
 
