@@ -56,8 +56,8 @@ class RowsConfig(Section):
     """Column of the rejected completion. With an empty `prompt_key` the prompt is the common prefix
     of both."""
     answer_key: Text = "answer"
-    """Column of the reference answer for the reward; empty for none, as is usual where the row has
-    target completions."""
+    """Column of the reference answer for the reward, in which null is none; empty for none, as is
+    usual where the row has target completions."""
     metadata_keys: Texts | None = None
     """Columns passed to the reward function as metadata; by default all except prompt, answer and
     tools."""
@@ -71,11 +71,11 @@ class RowsConfig(Section):
     media_root: Annotated[FilePath | None, free("a folder that was moved is the same folder")] = (
         None
     )
-    """Root folder of the paths in those columns; nothing outside it is read. Without it a row can't
-    name files."""
+    """Root folder of the paths in those columns and in parts of messages; nothing outside it is
+    read. Without it a row can't name files."""
     media_hosts: Annotated[Addresses, free("from where media may come")] = ()
-    """Hosts that the web addresses in those columns may name; empty allows none. Their addresses
-    must be public."""
+    """Hosts that the web addresses in those columns and in parts of messages may name; empty allows
+    none. Their addresses must be public."""
     tools_key: Text = ""
     """Column of the tools that the chat template renders: a list of JSON schemas."""
     system_prompt: Annotated[Text, accepted(PROMPTS)] = ""
@@ -123,11 +123,6 @@ class RowsConfig(Section):
         ):
             raise ValueError(
                 "prompt_template replaces prompt_key and conversation_key; leave them out"
-            )
-        if (self.media_root is not None or self.media_hosts) and not self.multimodal_keys:
-            raise ValueError(
-                "media_root and media_hosts are of no use without multimodal_keys; name the "
-                "columns that hold media"
             )
         if self.train_on != "all" and not self.conversation_key:
             raise ValueError(

@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
-
-import orjson
 
 from relax_events.config import RowsConfig
 from relax_events.data.conversations import (
-    PLACEHOLDERS,
     check_completion,
     split_at_placeholders,
     split_conversation,
     split_preference_pair,
 )
-from relax_events.data.messages import parse_message
+from relax_events.data.messages import PartReader, parse_message
+from relax_events.data.row_values import (
+    describe_type,
+    require_record,
+    write_label,
+    write_object,
+    write_tools,
+)
 from relax_events.data.rows import PromptRow, add_system_prompt
 from relax_events.errors import ConfigError, MediaError, PoisonSample
 from relax_events.events.parts import ChatMessage, ContentPart, Modality
-from relax_events.media.items import MediaAccess, MediaItem, read_items
+from relax_events.media.items import (
+    MediaAccess,
+    MediaItem,
+    PendingPart,
+    read_items,
+    read_part_item,
+)
 
 TEMPLATE_FIELD = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 """A column name in a prompt template."""
 GENERATED_KEYS = frozenset(["task", "options", "entry"])
 """The metadata of a generated problem. Its verifier trusts the entry, so no file may give them."""
-JSON_TYPE_NAMES = {
-    type(None): "null",
-    dict: "an object",
-    list: "a list",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-}
 
 
 class ColumnReader:
@@ -67,16 +69,16 @@ class ColumnReader:
             *self._media_keys.values(),
         )
         self._used_keys = {key for key in keys if key}
+        self.named_columns = self._used_keys.union(config.metadata_keys or ())
+        """The columns that the run file names."""
 
     def required_columns(self, columns: list[str]) -> list[str]:
         """Return the columns of a file that a row needs."""
-        keys = self._config.metadata_keys
         needed_columns = {
-            name
-            for key in (*self._used_keys, *(keys or ()))
-            for name in (key, key.partition(".")[0])
+            name for key in self.named_columns for name in (key, key.partition(".")[0])
         }
-        return [name for name in columns if keys is None or name in needed_columns]
+        is_all = self._config.metadata_keys is None
+        return [name for name in columns if is_all or name in needed_columns]
 
     def read_row(self, columns: Any, location: str) -> PromptRow:
         """Build the prompt of one row.
@@ -90,40 +92,37 @@ class ColumnReader:
         config = self._config
         if not isinstance(columns, dict):
             raise ConfigError(
-                f"{location} is {_describe_type(columns)}; each line must be one JSON object"
+                f"{location} is {describe_type(columns)}; each line must be one JSON object"
             )
         prompt, completions = self._prompt_and_completions(columns, location)
-        messages, media = add_system_prompt(prompt, config.system_prompt), list[MediaItem]()
-        if self._media_keys:
-            messages, media = split_at_placeholders(
-                messages, self._media(columns, location), location=location
+        messages, media = split_at_placeholders(
+            add_system_prompt(prompt, config.system_prompt),
+            self._media(columns, location),
+            location=location,
+        )
+        if any(_has_media(message) for completion in completions for message in completion):
+            raise ConfigError(
+                f"{location} has media after the prompt, which can't be trained on; end the "
+                "conversation before them"
             )
-        answer = (
-            self._column(columns, config.answer_key, "answer_key", location)
-            if config.answer_key
-            else ""
-        )
-        tools = (
-            self._column(columns, config.tools_key, "tools_key", location)
-            if config.tools_key
-            else None
-        )
-        text = (
-            answer if isinstance(answer, str) else _json(answer, f"{location}: {config.answer_key}")
-        )
+        label = self._read_optional(columns, config.answer_key, "answer_key", location)
+        tools = self._read_optional(columns, config.tools_key, "tools_key", location)
+        text = write_label(label, f"{location}: {config.answer_key}")
         if not config.answer_key and len(completions) == 1 and len(completions[0]) == 1:
             (answered,) = completions[0]
             text = answered.text
             if answered == ChatMessage.of_text(answered.role, text):
                 completions = []
-        return PromptRow(
+        row = PromptRow(
             messages,
             text,
             self._metadata(columns, location),
-            _tools(tools, f"{location}: {config.tools_key}"),
+            write_tools(tools, f"{location}: {config.tools_key}"),
             completions,
             media,
         )
+        texts = {key: columns[key] for key in columns.keys() - self._media_keys.values()}
+        return require_record(row, texts, location)
 
     def _media(self, columns: dict[str, Any], location: str) -> dict[Modality, list[MediaItem]]:
         """Return the row's media by modality; null means none."""
@@ -152,7 +151,7 @@ class ColumnReader:
         if config.conversation_key:
             where = f"{location}: {config.conversation_key}"
             value = self._column(columns, config.conversation_key, "conversation_key", location)
-            conversation = _messages(value, where, modalities=self._media_keys)
+            conversation = _messages(value, where, read_part=self._part_reader(where))
             prompt, completion = split_conversation(
                 conversation, train_on=config.train_on, location=where
             )
@@ -169,10 +168,9 @@ class ColumnReader:
                 )
             ]
         elif config.prompt_key:
+            where = f"{location}: {config.prompt_key}"
             value = self._column(columns, config.prompt_key, "prompt_key", location)
-            prompt = _messages(
-                value, f"{location}: {config.prompt_key}", modalities=self._media_keys
-            )
+            prompt = _messages(value, where, read_part=self._part_reader(where))
         if config.chosen_key:
             chosen, rejected = (
                 self._completion(columns, getattr(config, key), key, location)
@@ -195,7 +193,7 @@ class ColumnReader:
             return "\n".join(value)
         if not isinstance(value, str | int | float):
             raise ConfigError(
-                f"{location}: {key} is {_describe_type(value)}; data.prompt_template accepts "
+                f"{location}: {key} is {describe_type(value)}; data.prompt_template accepts "
                 "strings, numbers and lists of strings"
             )
         return str(value)
@@ -206,7 +204,21 @@ class ColumnReader:
         value = self._column(columns, key, setting, location)
         if isinstance(value, str) and value:
             return [ChatMessage.of_text("assistant", value)]
-        return _messages(value, f"{location}: {key}", what="an answer")
+        where = f"{location}: {key}"
+        return _messages(value, where, what="an answer", read_part=partial(_refuse_part, where))
+
+    def _part_reader(self, location: str) -> PartReader:
+        """Return a function that reads the media parts of a row's messages."""
+
+        def read_part(part: Any) -> ContentPart:
+            fields = part.items() if isinstance(part, dict) else ()
+            shown = {key: value for key, value in fields if value is not None}
+            if shown in ({"type": modality.value} for modality in self._media_keys):
+                return ContentPart(Modality(shown["type"]))  # of the next file of its column
+            item = read_part_item(part, location=location, access=self._access)
+            return PendingPart(item.modality, item=item)
+
+        return read_part
 
     def _metadata(self, columns: dict[str, Any], location: str) -> str:
         keys = self._config.metadata_keys
@@ -220,11 +232,16 @@ class ColumnReader:
                 f"problem, which only a source 'reasoning_gym:<task>' writes; set "
                 f"{self._section}.metadata_keys to the columns to keep"
             )
-        return _json(metadata, f"{location}: the metadata") if metadata else "{}"
+        return write_object(metadata, location, takes_nan=keys is None)
+
+    def _read_optional(self, columns: dict[str, Any], key: str, setting: str, location: str) -> Any:
+        return self._column(columns, key, setting, location) if key else None
 
     def _column(self, columns: dict[str, Any], key: str, setting: str, location: str) -> Any:
         value: Any = columns
         for name in (key,) if key in columns else key.split("."):
+            if value is None:
+                return None
             if not isinstance(value, Mapping) or name not in value:
                 has = ", ".join(map(repr, columns)) or "none"
                 raise ConfigError(
@@ -235,28 +252,19 @@ class ColumnReader:
 
 
 def _messages(
-    prompt: Any, location: str, *, what: str = "a prompt", modalities: Container[str] = ()
+    prompt: Any, location: str, *, what: str = "a prompt", read_part: PartReader
 ) -> list[ChatMessage]:
     if isinstance(prompt, str) and prompt:
         return [ChatMessage.of_text("user", prompt)]
     if not isinstance(prompt, list) or not prompt:
         raise ConfigError(
-            f"{location} is {_describe_type(prompt)}; {what} is a non-empty string or a list "
+            f"{location} is {describe_type(prompt)}; {what} is a non-empty string or a list "
             "of chat messages"
         )
-    return [_message(message, location, modalities) for message in prompt]
+    return [_message(message, location, read_part) for message in prompt]
 
 
-def _message(message: Any, location: str, modalities: Container[str]) -> ChatMessage:
-    def read_part(part: Any) -> ContentPart:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str) or kind not in modalities:
-            raise ConfigError(
-                f"{location} has content part {part!r:.80}; only parts of type 'text' with a text "
-                "can be used, and those of the modalities in multimodal_keys"
-            )
-        return ContentPart(Modality.TEXT, PLACEHOLDERS[Modality(kind)])
-
+def _message(message: Any, location: str, read_part: PartReader) -> ChatMessage:
     fields = message if isinstance(message, dict) else {}
     has_content = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
     if not isinstance(fields.get("role"), str) or not has_content:
@@ -270,42 +278,9 @@ def _message(message: Any, location: str, modalities: Container[str]) -> ChatMes
         raise ConfigError(str(error)) from None
 
 
-def _tools(tools: Any, location: str) -> str:
-    """Return a row's tools as a JSON list, or an empty string if it has none."""
-    if isinstance(tools, str) and tools:
-        try:
-            tools = orjson.loads(tools)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(
-                f"{location} is not JSON: {error}; tools are a list of objects, or its JSON text"
-            ) from None
-    if not tools:
-        return ""
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(
-            f"{location} is {_describe_type(tools)}; tools are a list of objects, or its JSON text"
-        )
-    return _json(tools, location)
+def _refuse_part(location: str, part: Any) -> NoReturn:
+    raise PoisonSample(f"{location} has content part {part!r:.80}; an answer holds text only")
 
 
-def _json(value: Any, location: str) -> str:
-    def reject(part: Any) -> NoReturn:
-        raise ConfigError(
-            f"{location} holds a {type(part).__name__}, which JSON can't represent; set "
-            "metadata_keys to the columns to keep"
-        )
-
-    try:
-        return orjson.dumps(value, default=reject, option=orjson.OPT_NON_STR_KEYS).decode()
-    except orjson.JSONEncodeError as error:
-        raise (
-            error.__cause__
-            if isinstance(error.__cause__, ConfigError)
-            else ConfigError(f"{location} can't be written as JSON: {error}")
-        ) from None
-
-
-def _describe_type(value: Any) -> str:
-    if value in ("", []):
-        return f"an empty {JSON_TYPE_NAMES[type(value)].split()[-1]}"
-    return JSON_TYPE_NAMES.get(type(value), f"a {type(value).__name__}")
+def _has_media(message: ChatMessage) -> bool:
+    return any(part.kind is not Modality.TEXT for part in message.parts)

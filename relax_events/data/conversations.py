@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Literal
 
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality
-from relax_events.media.items import MediaItem
+from relax_events.media.items import MediaItem, PendingPart
 
 PLACEHOLDERS = {Modality.IMAGE: "<image>", Modality.AUDIO: "<audio>", Modality.VIDEO: "<video>"}
 """The placeholder of each modality in a prompt's text."""
-MODALITIES = {marker: modality for modality, marker in PLACEHOLDERS.items()}
-ANY_PLACEHOLDER = re.compile("(" + "|".join(map(re.escape, MODALITIES)) + ")")
 
 
 def split_at_placeholders(
@@ -27,8 +25,8 @@ def split_at_placeholders(
 
     Args:
         messages: The prompt.
-        items: The row's media by modality. Placeholders of a modality that is not a key stay
-            ordinary text.
+        items: The media of the row's columns, by modality. Placeholders of a modality that is not a
+            key, or that the prompt has as parts, stay ordinary text.
         location: File and row, for errors.
     Returns:
         The messages, with an empty part for each media item, and the items in the order of the
@@ -36,19 +34,11 @@ def split_at_placeholders(
     Raises:
         ConfigError: The numbers of placeholders and media items differ.
     """
-    split_messages = [
-        replace(
-            message, parts=[piece for part in message.parts for piece in _split_part(part, items)]
-        )
-        for message in messages
-    ]
-    kinds: list[Modality] = [
-        part.kind
-        for message in split_messages
-        for part in message.parts
-        if part.kind is not Modality.TEXT
-    ]
-    counts = Counter(kinds)
+    in_parts = {part.kind for message in messages for part in message.parts}
+    marked = items.keys() - in_parts
+    pieces = [[list(_split_part(part, marked)) for part in one.parts] for one in messages]
+    places = [part for parts in pieces for split in parts for part in split if _is_media(part)]
+    counts = Counter(part.kind for part in places if not isinstance(part, PendingPart))
     for modality, files in items.items():
         if counts[modality] != len(files):
             raise ConfigError(
@@ -57,16 +47,33 @@ def split_at_placeholders(
                 "for each"
             )
     remaining = {modality: deque(files) for modality, files in items.items()}
-    return split_messages, [remaining[kind].popleft() for kind in kinds]
+    media = [
+        part.item if isinstance(part, PendingPart) else remaining[part.kind].popleft()
+        for part in places
+    ]
+    split_messages = [
+        replace(message, parts=[_without_item(part) for split in parts for part in split])
+        for message, parts in zip(messages, pieces, strict=True)
+    ]
+    return split_messages, media
 
 
-def _split_part(
-    part: ContentPart, items: Mapping[Modality, Sequence[MediaItem]]
-) -> Iterable[ContentPart]:
-    for piece in ANY_PLACEHOLDER.split(part.text or ""):
-        modality = MODALITIES.get(piece, Modality.TEXT)
-        if modality in items:
-            yield ContentPart(modality)
+def _is_media(part: ContentPart) -> bool:
+    return part.kind is not Modality.TEXT
+
+
+def _without_item(part: ContentPart) -> ContentPart:
+    return ContentPart(part.kind) if isinstance(part, PendingPart) else part
+
+
+def _split_part(part: ContentPart, marked: Set[Modality]) -> Iterable[ContentPart]:
+    if _is_media(part) or not marked:
+        yield part
+        return
+    marks = {PLACEHOLDERS[modality]: modality for modality in marked}
+    for piece in re.split(f"({'|'.join(marks)})", part.text or ""):
+        if piece in marks:
+            yield ContentPart(marks[piece])
         elif piece:
             yield ContentPart(Modality.TEXT, piece)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import json
 import os
 import tempfile
 import weakref
@@ -10,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import orjson
-
 from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
 from relax_events.data.rows import InvalidRows, PromptRow
 from relax_events.errors import ConfigError
+from relax_events.events.json_text import WrittenFloat, decode_json
 from relax_events.regular_files import open_regular
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -32,8 +33,8 @@ class JsonlSource:
     """Rows of a JSON Lines file, read on demand: memory is eight bytes per row.
 
     Every row is checked when the file is opened, so that an invalid row stops a run before it
-    starts. Blank lines are not rows. A compressed file is unpacked into a temporary file, which is
-    deleted with this source.
+    starts. Blank lines are not rows, and a byte order mark before a line is ignored. A compressed
+    file is unpacked into a temporary file, which is deleted with this source.
     """
 
     def __init__(
@@ -158,15 +159,29 @@ class JsonlSource:
         """Yield number (from 1), byte offset and bytes of each line that is not blank."""
         offset = 0
         for number, line in enumerate(self._file, 1):
-            if line.strip():
+            if number == 1:
+                self._require_utf8(line)
+            if line.removeprefix(codecs.BOM_UTF8).strip():
                 yield number, offset, line
             offset += len(line)
+
+    def _require_utf8(self, first_line: bytes) -> None:
+        encoding = json.detect_encoding(first_line)
+        if not encoding.startswith("utf-8"):
+            raise ConfigError(
+                f"{self._path}:1 is {encoding.upper()[:6]}; convert the file to UTF-8"
+            )
 
     def _parse(self, line: bytes, number: int | str) -> PromptRow:
         location = f"{self._path}:{number}"
         try:
-            columns = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            columns = decode_json(line.decode("utf-8-sig"), parse_float=WrittenFloat)
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{location} is not UTF-8: byte {error.object[error.start]:#04x} at position "
+                f"{error.start + 1}; convert the file to UTF-8"
+            ) from None
+        except ValueError as error:
             raise ConfigError(
                 f"{location} is not JSON: {error}; each line must be one JSON object"
             ) from None

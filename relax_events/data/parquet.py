@@ -29,6 +29,8 @@ except ImportError as error:
         "relax-events[parquet]"
     ) from None
 
+from relax_events.data.arrow_rows import read_rows
+
 __all__ = ["pa", "parquet"]
 
 
@@ -101,7 +103,8 @@ class ParquetSource:
         number = bisect_right(self._first_rows, position) - 1
         group = self._groups[number]
         offset = position - group.first_row
-        columns = self._table(number).slice(offset, 1).to_pylist()[0]
+        table = self._table(number).slice(offset, 1)
+        (columns,) = read_rows(table, named=self._columns.named_columns)
         return self._columns.read_row(
             columns, f"{group.path}, row {position - group.first_row_of_file}"
         )
@@ -172,7 +175,7 @@ class ParquetSource:
                 for batch in file.iter_batches(
                     BATCH_ROWS, row_groups=[group.number], columns=names
                 ):
-                    for columns in batch.to_pylist():
+                    for columns in read_rows(batch, named=self._columns.named_columns):
                         if self._start <= row < self._stop:
                             yield f"{group.path}, row {row - group.first_row_of_file}", columns
                         row += 1

@@ -12,15 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any, Protocol
 
-import orjson
-
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import MediaFilter, MessageReader, PromptRow, plain_messages
 from relax_events.data.sft_targets import tokenize_targets
-from relax_events.data.sources import media_modalities
 from relax_events.data.stream import DatasetRow
 from relax_events.errors import ConfigError, PoisonSample
+from relax_events.events.json_text import parse_json
 from relax_events.plugins import FUNCTION, FilePlugin, find_plugin, select_named
 
 HOOKS = "relax_events.data_hooks"
@@ -95,9 +93,7 @@ class LengthFilter:
     ) -> FilterResult:
         """See `PromptFilter`."""
         try:
-            num_tokens = len(
-                self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools)
-            )
+            num_tokens = len(self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools))
         except PoisonSample:
             return "refused_by_template"
         if num_tokens < self._min:
@@ -161,7 +157,7 @@ class FunctionFilter:
         prompt = "\n".join(message.text for message in row.messages)
         facts: Mapping[str, Any] = {
             "answer": row.answer,
-            "metadata": orjson.loads(row.metadata),
+            "metadata": parse_json(row.metadata),
             "mean_rewards": list(mean_rewards),
             "train_step": train_step,
         }
@@ -206,9 +202,7 @@ def build_filters(
     Raises:
         ConfigError: The user's function can't be loaded.
     """
-    filters: list[PromptFilter] = (
-        [MediaFilter(read_messages)] if any(map(media_modalities, config.parts)) else []
-    )
+    filters: list[PromptFilter] = [MediaFilter(read_messages)]
     if renderer is not None and needs_token_counts(config):
         filters.append(build_length_filter(renderer, config, read_messages=read_messages))
     if config.pass_rate_range is not None:

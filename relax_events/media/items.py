@@ -1,11 +1,12 @@
-"""The media files of dataset rows: a path, a tar member, a URL, a data URI or bytes, read on
-demand.
+"""The media files of rows and of messages: a path, a tar member, a URL, a data URI or bytes, read
+on demand.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -13,16 +14,29 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from relax_events.config.media import MediaConfig
-from relax_events.errors import MediaError
-from relax_events.events.parts import Modality
+from relax_events.errors import MediaError, PoisonSample
+from relax_events.events.immutable import immutable
+from relax_events.events.parts import ContentPart, Modality
 from relax_events.media.archives import read_member
 from relax_events.media.fetching import WebFetcher
 from relax_events.regular_files import open_regular
 
 DATA_URI = "data:"
+FILE_URI = "file://"
 WEB = ("http://", "https://")
 FETCH_SECONDS = 30.0
 """Deadline for fetching a file from a web address, including redirects."""
+URL_PARTS = {
+    "image_url": Modality.IMAGE,
+    "video_url": Modality.VIDEO,
+    "audio_url": Modality.AUDIO,
+}
+"""Types of parts with an address, in the form of OpenAI's chat and of its extensions."""
+AUDIO_PART = "input_audio"
+FILE_PARTS = {one.value: one for one in (Modality.IMAGE, Modality.VIDEO, Modality.AUDIO)}
+"""Types of parts in the form of Qwen and transformers, with the file in a key of that name or in
+one of `FILE_KEYS`."""
+FILE_KEYS = ("url", "path", "bytes")
 MediaKey = tuple[bytes, str, Modality, Path | None]
 
 
@@ -161,6 +175,69 @@ class MediaItem:
             f"{self.location} must be at most model.media.max_item_bytes = {max_bytes}, got {size}",
             reason="too_large",
         )
+
+
+@immutable(frozen=True, slots=True)
+class PendingPart(ContentPart):
+    """A media file of a message that is not stored yet."""
+
+    item: MediaItem = field(kw_only=True)
+
+
+def read_part_item(
+    part: Any, *, location: str = "a message", access: MediaAccess = NO_ACCESS
+) -> MediaItem:
+    """Return the media file of a part of a message.
+
+    Args:
+        part: In the form of OpenAI's chat, or of Qwen and transformers.
+        location: Of the message, for errors.
+        access: The files and hosts that it may refer to.
+    Raises:
+        PoisonSample: The part is no media file, or has a setting of its own; the text names it.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == AUDIO_PART:
+        source, modality = _audio_source(part), Modality.AUDIO
+    elif (url_modality := URL_PARTS.get(str(kind))) is not None:
+        address, modality = part.get(kind), url_modality
+        source = address.get("url") if isinstance(address, Mapping) else address
+    elif (file_modality := FILE_PARTS.get(str(kind))) is not None:
+        source, modality = _file_source(part, str(kind), location), file_modality
+    else:
+        kinds = ", ".join(("text", *URL_PARTS, AUDIO_PART, *FILE_PARTS))
+        raise PoisonSample(f"{location} has a part of type {kind!r}; a part is one of {kinds}")
+    where = f"{location}: a part of type {kind!r}"
+    try:
+        content, member = _source(source, where), _member(source)
+    except MediaError as error:
+        raise PoisonSample(str(error)) from None
+    if isinstance(content, str):
+        content = content.removeprefix(FILE_URI)
+    return MediaItem(modality, content, where, access, member)
+
+
+def _audio_source(part: Mapping[str, Any]) -> str | None:
+    audio = part.get(AUDIO_PART)
+    if not isinstance(audio, Mapping) or not isinstance(audio.get("data"), str):
+        return None
+    return f"data:audio/{audio.get('format', 'wav')};base64,{audio['data']}"
+
+
+def _file_source(part: Mapping[str, Any], kind: str, location: str) -> Any:
+    fields = {key: value for key, value in part.items() if value is not None and key != "type"}
+    keys = (kind, *FILE_KEYS)
+    if setting := next((key for key in fields if key not in keys), None):
+        raise PoisonSample(
+            f"{location} has a part of type {kind!r} with {setting!r}, which is set for all media "
+            "in model.media; leave it out"
+        )
+    if not fields:
+        raise PoisonSample(
+            f"{location} has a part of type {kind!r} without a file; name the column of its files "
+            "in data.multimodal_keys"
+        )
+    return next(fields[key] for key in keys if key in fields)
 
 
 def read_items(

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-import orjson
 from pydantic import ValidationError
 
 from relax_events.config import RewardConfig
 from relax_events.config.addresses import refuse_secret_values
 from relax_events.config.loading import read_value
+from relax_events.data.row_values import write_label
 from relax_events.errors import ConfigError, RewardError
+from relax_events.events.json_text import format_json, parse_json
 from relax_events.events.types import UNREAD_BY_REWARDS, SampleRolledOut
 from relax_events.objects import ObjectStore, check_out
 from relax_events.rewards.pool import RewardItem, RewardPool
@@ -175,8 +176,8 @@ def read_items(file: Path) -> Iterator[RewardItem]:
 
 def _item(line: bytes, line_location: str, sample_id: str) -> RewardItem:
     try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        row = parse_json(line.decode())
+    except ValueError as error:
         raise ConfigError(f"{line_location} is not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("completion"), str):
         raise ConfigError(
@@ -185,12 +186,12 @@ def _item(line: bytes, line_location: str, sample_id: str) -> RewardItem:
         )
     metadata = row.get("metadata") or {}
     checked_metadata = parse_metadata(
-        metadata if isinstance(metadata, str) else orjson.dumps(metadata).decode(), line_location
+        metadata if isinstance(metadata, str) else format_json(metadata), line_location
     )
     return RewardItem(
         sample_id,
         row["completion"],
-        str(row.get("answer") or ""),
+        write_label(row.get("answer"), line_location),
         checked_metadata,
         str(row.get("prompt") or ""),
     )
@@ -203,8 +204,8 @@ def parse_metadata(text: str, line_location: str) -> str:
         ConfigError: They are not a JSON object.
     """
     try:
-        metadata = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        metadata = parse_json(text)
+    except ValueError as error:
         raise ConfigError(f"{line_location}: metadata is not JSON: {error}") from None
     if not isinstance(metadata, dict):
         raise ConfigError(f"{line_location}: metadata must be a JSON object, got {text:.40}")

@@ -134,10 +134,6 @@ def test_parquet_brings_images_as_hugging_face_writes_them(tmp_path: Path) -> No
             {"multimodal_keys": {"image": "images"}, "chat_template": False},
             "multimodal_keys need a chat template",
         ),
-        (
-            {"media_root": "/images"},
-            "media_root and media_hosts are of no use without multimodal_keys",
-        ),
     ],
 )
 def test_inconsistent_media_settings_are_rejected(settings: dict[str, Any], text: str) -> None:

@@ -11,7 +11,7 @@ with a library of its own; the sessions' event loop only waits.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -23,8 +23,15 @@ from relax_events.api.prompts import MediaItem
 from relax_events.api.training import MediaConfig
 from relax_events.data.conversations import ASSISTANT
 from relax_events.episodes.messages import SYSTEM
-from relax_events.events.immutable import immutable
-from relax_events.media.items import DATA_URI, WEB, MediaAccess, MediaKey
+from relax_events.media.items import (
+    AUDIO_PART,
+    DATA_URI,
+    WEB,
+    MediaAccess,
+    MediaKey,
+    PendingPart,
+    read_part_item,
+)
 from relax_events.media.library import LibraryThreads, MediaLibrary
 from relax_events.media.token_layout import read_modality
 
@@ -34,20 +41,6 @@ MAX_FILES = 64
 MAX_REQUEST_BYTES = 64 * 1024**2
 """Of all media in one call, even if a sample may have more."""
 BASE64_RATIO = 4 / 3
-URL_PARTS = {
-    "image_url": Modality.IMAGE,
-    "video_url": Modality.VIDEO,
-    "audio_url": Modality.AUDIO,
-}
-"""Types of parts with an address, in the form of OpenAI's chat and of its extensions."""
-AUDIO_PART = "input_audio"
-
-
-@immutable(frozen=True, slots=True)
-class PendingPart(ContentPart):
-    """A media file of a program's message that is not stored yet."""
-
-    item: MediaItem = field(kw_only=True)
 
 
 class MediaThreads(LibraryThreads):
@@ -153,33 +146,13 @@ def has_pending(message: ChatMessage) -> bool:
 
 
 def read_item(part: Any, *, access: MediaAccess) -> MediaItem:
-    """Return the media file of a part in the form of OpenAI's chat.
-
-    Raises:
-        PoisonSample: The part is no media file; the text names the accepted types.
-    """
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == AUDIO_PART:
-        source, modality = _audio_source(part), Modality.AUDIO
-    elif (url_modality := URL_PARTS.get(str(kind))) is not None:
-        address, modality = part.get(kind), url_modality
-        source = address.get("url") if isinstance(address, Mapping) else address
-    else:
-        kinds = ", ".join(("text", *URL_PARTS, AUDIO_PART))
-        raise PoisonSample(f"a message has a part of type {kind!r}; this model takes {kinds}")
-    if not isinstance(source, str) or not source.startswith((DATA_URI, *WEB)):
+    """Return the media file of a part; errors as `read_part_item`, also for paths of files."""
+    item = read_part_item(part, access=access)
+    if not isinstance(item.source, str) or not item.source.startswith((DATA_URI, *WEB)):
         raise PoisonSample(
-            f"a part of type {kind!r} must hold a data URI or a web address, got "
-            f"{str(source)[:40]!r}"
+            f"{item.location} must hold a data URI or a web address, got {str(item.source)[:40]!r}"
         )
-    return MediaItem(modality, source, f"a part of type {kind!r}", access)
-
-
-def _audio_source(part: Mapping[str, Any]) -> str | None:
-    audio = part.get(AUDIO_PART)
-    if not isinstance(audio, Mapping) or not isinstance(audio.get("data"), str):
-        return None
-    return f"data:audio/{audio.get('format', 'wav')};base64,{audio['data']}"
+    return item
 
 
 def to_chat_part(reference: MediaRef, content: bytes) -> dict[str, Any]:

@@ -23,7 +23,13 @@ SQUAD = (
 
 
 def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
-    """Give 1 for the reference answer, surrounding white space aside, else 0."""
+    """Give 1 for the reference answer, surrounding white space aside, else 0.
+
+    Raises:
+        ValueError: The sample has no reference answer.
+    """
+    if not answer.strip():
+        raise ValueError("the sample has no reference answer; see data.answer_key")
     return float(completion.strip() == answer.strip())
 
 

@@ -125,7 +125,7 @@ def test_parquet_reads_only_the_columns_that_a_row_needs(tmp_path: Path) -> None
     assert source_of(path, metadata_keys=["extra.level"]).row(0).metadata == '{"extra.level":3}'
     with pytest.raises(
         ConfigError,
-        match=r"row 0: the metadata holds a bytes, .*; set metadata_keys to the columns to keep",
+        match=r"row 0: image holds a bytes, .*; set metadata_keys to the columns to keep",
     ):
         source_of(path)
 

@@ -306,13 +306,13 @@ def test_rows_join_the_text_parts_of_a_message_and_refuse_other_parts(tmp_path: 
     write_lines(
         path,
         {
-            "prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+            "prompt": [{"role": "user", "content": [{"type": "file", "file": "x.pdf"}]}],
             "answer": "",
         },
     )
     with pytest.raises(
         ConfigError,
-        match=r"rows.jsonl:1: prompt has content part .*'image'.*; only parts of type 'text'",
+        match=r"rows.jsonl:1: prompt has a part of type 'file'; a part is one of text, image_url",
     ):
         open_source(jsonl(path), seed=0)
 

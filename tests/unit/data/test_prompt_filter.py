@@ -16,7 +16,7 @@ from relax_events.data.prompt_filter import (
     build_filters,
 )
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.rows import PromptRow
+from relax_events.data.rows import MediaFilter, PromptRow
 from relax_events.data.stream import DatasetRow
 from relax_events.errors import ConfigError
 from relax_events.events.parts import ChatMessage
@@ -169,8 +169,10 @@ def test_prompt_filters_are_built_from_the_run_file(hook_file: Path) -> None:
         prompt_filter=f"{hook_file}:level",
     )
     assert [type(prompt_filter) for prompt_filter in build_filters(every, renderer=renderer)] == [
+        MediaFilter,
         LengthFilter,
         PassRateFilter,
         FunctionFilter,
     ]
-    assert build_filters(DataConfig(source="jsonl:x"), renderer=renderer) == []
+    (media_filter,) = build_filters(DataConfig(source="jsonl:x"), renderer=renderer)
+    assert isinstance(media_filter, MediaFilter)

@@ -1,0 +1,150 @@
+"""Turn rows of Arrow into the values that JSON lines have.
+
+A struct of Arrow has every field of its type, null where a row has no such key. This padding is
+removed, at any depth. Nulls stay that rows have themselves: of a column, of a field that the run
+file names, of one that no row has with another value (its type is then null), and a default or
+constant of a JSON schema that allows null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+
+from relax_events.events.json_text import WrittenFloat
+
+Convert = Callable[[Any], Any]
+MAX_EXACT_INTEGER = 2**53
+"""Below it a float has the value of the integer that it stands for."""
+
+
+def read_rows(table: pa.Table | pa.RecordBatch, *, named: Collection[str]) -> Iterator[Any]:
+    """Yield the rows of a table as JSON lines would have them.
+
+    Args:
+        table: The rows.
+        named: Columns and fields with dots, as a run file names them, whose nulls are kept.
+    """
+    converts = [
+        (field.name, convert)
+        for field in table.schema
+        if (convert := _build_column(field.type, field.name, named)) is not None
+    ]
+    for row in table.to_pylist():
+        for name, convert in converts:
+            row[name] = convert(row[name])
+        yield row
+
+
+def _build_column(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | None:
+    """Build the conversion of a column: pandas writes integers beside nulls as floats."""
+    return _read_float if pa.types.is_floating(kind) else _build(kind, path, named)
+
+
+def _build(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | None:
+    """Build the conversion of a type's values; None where they stay as they are."""
+    if pa.types.is_dictionary(kind):
+        return _build(kind.value_type, path, named)
+    if pa.types.is_decimal(kind):
+        return _read_decimal
+    if pa.types.is_struct(kind):
+        return _build_struct(kind, path, named)
+    if pa.types.is_map(kind):
+        return _build_map(kind)
+    if any(is_list(kind) for is_list in LISTS):
+        convert = _build(kind.value_type, "", ())
+        return None if convert is None else _convert_list(convert)
+    return None
+
+
+LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
+
+
+def _convert_list(convert: Convert) -> Convert:
+    return lambda values: None if values is None else [convert(value) for value in values]
+
+
+def _build_struct(kind: pa.StructType, path: str, named: Collection[str]) -> Convert:
+    fields = [(one.name, _build(one.type, f"{path}.{one.name}", named)) for one in kind]
+    always_null = {one.name for one in kind if pa.types.is_null(one.type)}
+    kept = {one.name for one in kind if f"{path}.{one.name}" in named}
+
+    def convert(value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        return {
+            name: value[name] if convert_field is None else convert_field(value[name])
+            for name, convert_field in fields
+            if value[name] is not None
+            or name in kept
+            or _keeps_null(value, name, is_always_null=name in always_null)
+        }
+
+    return convert
+
+
+def _keeps_null(value: Mapping[str, Any], name: str, *, is_always_null: bool) -> bool:
+    """Return whether a null field of an object is no padding."""
+    if name == "const":
+        is_alone = all(one is None for one in value.values())
+        is_meant = value.get("type") is None and (is_always_null or is_alone)
+        return is_meant or _has_null_type(value)
+    return is_always_null or (name == "default" and _allows_null(value))
+
+
+def _build_map(kind: pa.MapType) -> Convert:
+    """Build the conversion of a map, which is an object where its keys are strings."""
+    convert = _build(kind.item_type, "", ()) or _keep
+    is_object = pa.types.is_string(kind.key_type) or pa.types.is_large_string(kind.key_type)
+
+    def convert_map(pairs: list[tuple[Any, Any]] | None) -> Any:
+        if pairs is None:
+            return None
+        values = [(key, convert(value)) for key, value in pairs]
+        return dict(values) if is_object else values
+
+    return convert_map
+
+
+def _keep(value: Any) -> Any:
+    return value
+
+
+def _read_float(value: float | None) -> float | int | None:
+    is_integer = value is not None and value.is_integer() and abs(value) < MAX_EXACT_INTEGER
+    return int(value) if is_integer and value is not None else value
+
+
+def _read_decimal(value: Decimal | None) -> float | int | None:
+    if value is None:
+        return None
+    return int(value) if value == value.to_integral_value() else WrittenFloat(f"{value:f}")
+
+
+def _allows_null(schema: Mapping[str, Any]) -> bool:
+    """Return whether a JSON schema allows null."""
+    branches = [one for key in ("anyOf", "oneOf") for one in _as_list(schema.get(key))]
+    return (
+        _has_null_type(schema)
+        or None in _as_list(schema.get("enum"))
+        or schema.get("nullable") is True
+        or any(isinstance(one, Mapping) and _allows_null(one) for one in branches)
+    )
+
+
+def _has_null_type(schema: Mapping[str, Any]) -> bool:
+    kinds = schema.get("type")
+    return kinds == "null" or "null" in _as_list(kinds)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
