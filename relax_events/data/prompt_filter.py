@@ -93,7 +93,7 @@ class LengthFilter:
     ) -> FilterResult:
         """See `PromptFilter`."""
         try:
-            num_tokens = len(self._renderer.prompt_tokens(self._read_messages(row), tools=row.tools))
+            num_tokens = len(self._renderer.row_tokens(self._read_messages(row), tools=row.tools))
         except PoisonSample:
             return "refused_by_template"
         if num_tokens < self._min:

@@ -30,6 +30,7 @@ from relax_events.data.messages import (
     list_texts,
     print_message,
 )
+from relax_events.data.shown_fields import ShownFields
 from relax_events.data.tool_formats import choose_format
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, MediaRef
@@ -95,6 +96,7 @@ class PromptRenderer:
         self._control = ControlTokens(tokenizer, also=(*self.stop_token_ids, *placeholders))
         self.tool_format = choose_format(tool_format, template=self.chat_template)
         self._reasoning_field = find_reasoning_field(self.chat_template)
+        self._shown_fields = ShownFields(self._render_probe)
 
     @classmethod
     def from_folder(
@@ -130,6 +132,30 @@ class PromptRenderer:
             layout=layout,
             tool_format=tool_format,
         )
+
+    def row_tokens(self, messages: Sequence[ChatMessage], *, tools: str = "") -> NDArray[np.int32]:
+        """Render the prompt of a row as `prompt_tokens`.
+
+        Raises:
+            PoisonSample: Also if the template leaves out a field of its messages, or its tools.
+        """
+        self.require_shown(messages, tools=tools)
+        return self.prompt_tokens(messages, tools=tools)
+
+    def require_shown(self, messages: Sequence[ChatMessage], *, tools: str = "") -> None:
+        """Refuse messages or tools of a row that the prompt would not show.
+
+        Raises:
+            PoisonSample: The text names the field.
+        """
+        if not self.has_template and list_message_media(messages):
+            raise PoisonSample("media need a chat template; leave data.chat_template out")
+        self._shown_fields.require(messages, tools=tools)
+
+    def _render_probe(self, messages: Sequence[ChatMessage], tools: str) -> str:
+        if not self.has_template:
+            return ""
+        return self.apply_template(messages, tools=tools, is_complete=True)
 
     def prompt_tokens(
         self, messages: Sequence[ChatMessage], *, tools: str = ""

@@ -85,6 +85,7 @@ def tokenize_completion(
     turns = [message for message in completion if message.role == ASSISTANT]
     if not all(one.text.strip() or one.tool_calls for one in turns):
         raise PoisonSample("an assistant message of the target is empty; remove the row")
+    renderer.require_shown([*prompt, *completion], tools=tools)
     if not renderer.has_template:
         return _tokenize_without_template(completion, renderer)
     pieces: list[NDArray[np.int32]] = []

@@ -167,7 +167,7 @@ class EvaluationPass:
         try:
             media = tuple(self._shown(item) for item in row.media)
             messages = insert_media(row.messages, [piece.reference for piece in media])
-            prompt_tokens = self._renderer.prompt_tokens(messages, tools=row.tools)
+            prompt_tokens = self._renderer.row_tokens(messages, tools=row.tools)
             self._engine.submit(
                 GenerationRequest(
                     prompt_group_id=name,

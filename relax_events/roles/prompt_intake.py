@@ -78,7 +78,7 @@ class PromptIntake:
             if self._config.algorithm.has_rewards
             else tokenize_group_targets(issued, renderer=self._renderer)
         )
-        prompt_tokens = self._renderer.prompt_tokens(issued.messages, tools=issued.tools)
+        prompt_tokens = self._renderer.row_tokens(issued.messages, tools=issued.tools)
         group = InflightGroup([lease], issued, prompt_tokens, answers)
         if (
             lease.delivery_count > 1 or self._config.broker.prompt_queue == "consumer_group"

@@ -155,7 +155,7 @@ def measure_prompts(model: Path, settings: DataConfig) -> int:
     for index in range(min(source.num_rows, NUM_ROWS)):
         row = source.row(index)
         try:
-            tokens = renderer.prompt_tokens(row.messages, tools=row.tools)
+            tokens = renderer.row_tokens(row.messages, tools=row.tools)
         except PoisonSample:
             continue  # the run passes over it, and counts it
         longest = max(longest, len(tokens))
