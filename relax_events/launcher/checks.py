@@ -17,6 +17,7 @@ from relax_events.controller.api_server import require_api_port
 from relax_events.errors import ConfigError, RelaxError
 from relax_events.launcher import broker_checks, file_checks, machine_checks
 from relax_events.launcher.checked_run import CheckedRun
+from relax_events.launcher.first_row import check_first_rows
 from relax_events.planning.derived import Derived
 from relax_events.telemetry.traces import require_tracing
 from relax_events.telemetry.trackers import require_trackers
@@ -63,6 +64,7 @@ CHECKS = (
     Check("teacher", Level.FILE, file_checks.check_teacher),
     Check("judge", Level.FILE, file_checks.check_judge),
     Check("data", Level.FILE, file_checks.check_data),
+    Check("first row", Level.FILE, check_first_rows, is_required=False),
     Check("room", Level.FILE, file_checks.check_context_length),
     Check("reward", Level.FILE, file_checks.check_reward, is_required=False),
     Check("folder", Level.MACHINE, machine_checks.check_folder),

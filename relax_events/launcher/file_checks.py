@@ -7,11 +7,8 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-
-import orjson
 
 from relax_events.config import ModelConfig, RunConfig, TeacherModelConfig
 from relax_events.config.algorithm_spec import find_algorithm
@@ -34,6 +31,8 @@ from relax_events.errors import (
     PoisonSample,
     RelaxError,
 )
+from relax_events.events.json_text import parse_json
+from relax_events.events.parts import Modality
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
@@ -132,7 +131,7 @@ def check_model(run: CheckedRun) -> str:
         raise EnvironmentProblem(f"{missing[0]} is not installed; install relax-events[model]")
     if config.model.lora is not None and importlib.util.find_spec("peft") is None:
         raise EnvironmentProblem("[model.lora] needs peft; install relax-events[lora]")
-    _require_media_support(config)
+    _require_media_support(config, _declared_media(config))
     _require_routing_replay(config.model)
     path = config.model.path
     if not path.exists():
@@ -154,13 +153,14 @@ def check_model(run: CheckedRun) -> str:
     return f"{path} is complete"
 
 
-def _require_media_support(config: RunConfig) -> None:
+def _declared_media(config: RunConfig) -> set[Modality]:
+    """Return the modalities of media that the run file names."""
+    parts = (*config.data.parts, *config.evaluation.datasets)
+    return {modality for part in parts for modality in media_modalities(part)}
+
+
+def _require_media_support(config: RunConfig, required: set[Modality]) -> None:
     """Refuse media in the data that the engine, or the model, does not read."""
-    required = {
-        modality
-        for part in (*config.data.parts, *config.evaluation.datasets)
-        for modality in media_modalities(part)
-    }
     if not required:
         return
     path, tiny = config.model.path, config.model.tiny
@@ -342,9 +342,10 @@ def check_data(run: CheckedRun) -> str:
     if not config.is_replay and config.data.prompt_filter:
         find_hook(config.data.prompt_filter)
     prompts, evaluated = run.prompts, run.evaluated
+    first_rows = [source.row(0) for _, source in (*prompts, *evaluated)]
+    _require_media_support(config, {item.modality for row in first_rows for item in row.media})
     if run.is_thorough:
-        opened = [*prompts, *evaluated]
-        run.first_prompt = opened[0][1].row(0) if opened else None
+        run.first_prompt = first_rows[0] if first_rows else None
     texts = [
         f"{source.num_rows} prompts in {part.source}{_left_out(source)}" for part, source in prompts
     ]
@@ -414,18 +415,20 @@ def check_context_length(run: CheckedRun) -> str:
     length_filter = (
         build_length_filter(renderer, config.data) if needs_token_counts(config.data) else None
     )
-    lengths = []
-    for part, source in run.prompts:
-        if media_modalities(part):
-            continue
+    lengths, refusals = [], []
+    for _, source in run.prompts:
         for row in islice(map(source.row, range(source.num_rows)), run.num_rows):
-            if length_filter is None or not isinstance(
-                length_filter(row, mean_rewards=(), train_step=0), str
+            if row.media or (
+                length_filter is not None
+                and isinstance(length_filter(row, mean_rewards=(), train_step=0), str)
             ):
-                with suppress(
-                    PoisonSample
-                ):  # the template refuses the row; only its prompt group fails
-                    lengths.append(len(renderer.prompt_tokens(row.messages, tools=row.tools)))
+                continue
+            try:
+                lengths.append(len(renderer.row_tokens(row.messages, tools=row.tools)))
+            except PoisonSample as error:  # of some rows, only their prompt groups fail
+                refusals.append(str(error))
+    if refusals and not lengths:
+        raise ConfigError(f"all of the first {len(refusals)} rows are refused: {refusals[0]}")
     if lengths and min(lengths) >= limit:
         raise ConfigError(
             f"engine.max_context_tokens = {limit} leaves no token for a completion: the shortest "
@@ -467,7 +470,7 @@ def _try_reward(config: RunConfig, first_prompt: PromptRow | None) -> str:
                 f"{computed.function} loads, but was not tried: there is no prompt to try it on; "
                 "see data"
             )
-        if config.reward.find_source(orjson.loads(first_prompt.metadata)) in config.judged_sources:
+        if config.reward.find_source(parse_json(first_prompt.metadata)) in config.judged_sources:
             return f"{computed.function} loads; the first prompt is the judge's"
         item = RewardItem(
             "of-the-doctor",

@@ -125,6 +125,10 @@ PROMPT_GROUP_PARAMETER = "completions"
 CALL_ARGUMENTS = ("answer", "metadata", "prompt")
 OPTIONAL_ARGUMENTS = ("turns", "token_ids", "environment_rewards")
 """Passed to functions that have a parameter of that name."""
+CALL_TEXT = (
+    "Each call gives the completion and, as far as the function names them, "
+    f"{', '.join((*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS))}"
+)
 
 
 class RewardFunction(Protocol):
@@ -300,10 +304,15 @@ def check_options(
         first = error.errors()[0]
         option_path = ".".join(str(part) for part in first["loc"])
         option_names = ", ".join(option.name for option in list_options(function)) or "none"
+        if first["type"] == "missing":
+            raise ConfigError(
+                f"{name} needs {option_path}, which no call gives and reward.options does not "
+                f"set; where it is a column of the rows, read metadata[{option_path!r}], or set "
+                f"data.answer_key = {option_path!r} and call the parameter answer. {CALL_TEXT}"
+            ) from None
         raise ConfigError(
             f"reward.options.{option_path}: {first['msg']}, got {first['input']!r:.60}; {name} "
-            f"takes {option_names}; set reward.options. Each call gives the completion and, as far "
-            f"as the function names them, {', '.join((*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS))}"
+            f"takes {option_names}; set reward.options. {CALL_TEXT}"
         ) from None
     return checked
 

@@ -57,7 +57,7 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig) -> None:
     findings, _ = check_run(make_data(engine={"name": "vroom"}))
-    file_checks = ["roles", "model", "teacher", "judge", "data", "room", "reward"]
+    file_checks = ["roles", "model", "teacher", "judge", "data", "first row", "room", "reward"]
     machine = ["folder", "disk", "metrics", "traces", "trackers", "scaling API", "harness"]
     machine += ["walls", "devices"]
     broker = ["broker", "schema registry", "object store", "weights", "followers"]

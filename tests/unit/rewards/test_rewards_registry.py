@@ -132,7 +132,7 @@ def test_reward_function_takes_only_the_arguments_that_it_names(
         (
             "def score(completion, *, anwser): pass",
             {},
-            r"reward.options.anwser: Field required.* as far as the function names them, answer, metadata, prompt, turns, token_ids, environment_rewards",
+            r"score needs anwser, which no call gives and reward.options does not set; .* as far as the function names them, answer, metadata, prompt, turns, token_ids, environment_rewards",
         ),
         (
             SCORE,
@@ -144,7 +144,12 @@ def test_reward_function_takes_only_the_arguments_that_it_names(
             {"scales": 1},
             r"reward.options.scales: Extra inputs are not permitted, got 1; .*:score takes scale",
         ),
-        (SCORE.replace(" = 1.0", ""), {}, r"reward.options.scale: Field required"),
+        (SCORE.replace(" = 1.0", ""), {}, r"score needs scale, which no call gives"),
+        (
+            "def score(completions, ground_truth, **kwargs): pass",
+            {},
+            r"score needs ground_truth, .* read metadata\['ground_truth'\], or set data.answer_key",
+        ),
         (
             "score = type('Score', (), {'__call__': lambda *a, **k: 1})()",
             {},
