@@ -44,7 +44,7 @@ def parse_json(text: str) -> Any:
     return value
 
 
-def decode_json(text: str, **hooks: Callable[[str], Any]) -> Any:
+def decode_json(text: str, **hooks: Any) -> Any:
     """Parse JSON as `parse_json`, but take NaN, infinity and lone surrogates."""
     try:
         return json.loads(text, **hooks)
