@@ -11,11 +11,26 @@ from relax_events.api.rewards import RewardError
 MAX_ANSWER_CHARACTERS = 2000
 THOUGHT_END = "</think>"
 ANSWER_TAG, ANSWER_TAG_END = "<answer>", "</answer>"
-BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 BARE = re.compile(r"[^\s$.,;]+")
 JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
 MAX_TOUCHING, MAX_JOINED, MAX_BOXES = 10, 70, 50
+PLACEHOLDER = re.compile(
+    r"[\s.?_\u2026]*|\\[lc]?dots"
+    r"|(?:\\text\{)?\s*(?:your |the |final |correct )*answer(?: here)?\s*\}?",
+    re.IGNORECASE,
+)
+"""The content of a box that shows where an answer would stand."""
+DENIAL = re.compile(
+    r"(?:\b(?:not|nor|never|maybe|perhaps|possibly)|n['\u2019]t)(?:\s+(?:equal|be|to))*[\s:$*\\(\[]*$",
+    re.IGNORECASE,
+)
+ALTERNATIVE = re.compile(r"\bor[\s:$*\\(\[]*$", re.IGNORECASE)
+LATER_DENIAL = re.compile(
+    r"[\s$*.,\\)\]]*(?:is|was|would be|can)\s*(?:not|n['\u2019]t|wrong|incorrect|false)\b",
+    re.IGNORECASE,
+)
 
 
 def final_text(completion: str) -> str:
@@ -45,7 +60,8 @@ def last_boxes(text: str) -> list[str]:
     same answer, in order.
 
     Boxes belong together if they touch, or if fewer than 70 characters with a comma, a semicolon,
-    "and" or "or" join them. An unclosed last box gives an empty list.
+    "and" or "or" join them. An unclosed last box gives an empty list. A box that holds a
+    placeholder, or that is denied, is no answer and left out.
 
     Raises:
         RewardError: A box is too long for an answer, or there are too many.
@@ -80,12 +96,25 @@ def _boxes(text: str, *, only_joined: bool) -> list[str]:
             or (boxes and only_joined and not _are_joined(text[end:next_start]))
         ):
             break
-        if content not in boxes:
+        if content not in boxes and _is_answer(text, box.start(), end, content):
             boxes.append(content)
         if len(boxes) > MAX_BOXES:
             raise RewardError(f"the answer has more than {MAX_BOXES} boxes")
         next_start = box.start()
     return boxes[::-1]
+
+
+def _is_answer(text: str, start: int, end: int, content: str) -> bool:
+    """Return whether a box holds an answer: no placeholder, not denied or doubted by the words
+    around it, and no alternative to an answer without a box.
+    """
+    before = text[max(0, start - MAX_JOINED) : start]
+    return not (
+        PLACEHOLDER.fullmatch(content)
+        or DENIAL.search(before)
+        or LATER_DENIAL.match(text[end : end + MAX_JOINED])
+        or (ALTERNATIVE.search(before) and not BOX.search(before))
+    )
 
 
 def _are_joined(between: str) -> bool:

@@ -10,6 +10,7 @@ from relax_events.packages.verifiers.answer_extraction import (
     THOUGHT_END,
     final_text,
     last_box,
+    last_boxes,
     references,
     short_answer,
     tagged_answer,
@@ -38,6 +39,7 @@ UNITS = re.compile(
 )
 THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 Boxes = Literal["joined", "last"]
+"""Which boxes are the answer: the last one with those joined to it, or the last one alone."""
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
@@ -49,12 +51,14 @@ def find_math(
     return (find_boxed if box_only else find_answer)(text, answer, last_alone=boxes == "last")
 
 
-def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFinding:
+def find_after_reasoning(
+    completion: str, *, answer: str, boxes: Boxes = "last", **_: Any
+) -> MathFinding:
     """Compare the last box after the mark that ends the reasoning."""
     for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
         separator, text = completion.rpartition(mark)[1:]
         if separator:
-            return find_boxed(text, answer)
+            return find_boxed(text, answer, last_alone=boxes == "last")
     return MathFinding(
         answer=None,
         location="no answer",
@@ -63,9 +67,9 @@ def find_after_reasoning(completion: str, *, answer: str, **_: Any) -> MathFindi
     )
 
 
-def find_last_box(completion: str, *, answer: str, **_: Any) -> MathFinding:
+def find_last_box(completion: str, *, answer: str, boxes: Boxes = "last", **_: Any) -> MathFinding:
     """Compare the last box of the completion."""
-    return find_boxed(completion, answer)
+    return find_boxed(completion, answer, last_alone=boxes == "last")
 
 
 def find_answer_line(completion: str, *, answer: str, **_: Any) -> MathFinding:
@@ -109,18 +113,21 @@ def math(
 
     The final answer is the last box, with the boxes that "and", "or", a comma or a semicolon joins
     to it, or the later sentence "The final answer is ... I hope it is correct". A text without
-    either has as answer the text after "answer is" or "answer:" in the last 1,000 characters, else
-    the last formula or number that math-verify finds there. The references are one text or a JSON
+    either is the answer itself, or has as answer the clause after "answer is" or "answer:" in the
+    last 1,000 characters, else the last formula or number there. A formula counts whole, never a
+    part of it. What is denied, doubted or one of several chooses nothing, and a box with a
+    placeholder is no answer. The references are one text or a JSON
     list of texts, boxed or not, in LaTeX or in the syntax of programs (`2*pi`, `x**2`, `1e4`). All
     boxes of a reference are required, in any order. With `box_only` an answer outside of
     a box does not count. With `boxes = "last"` the last box alone is the answer, as it is for
     verl's reward of the same data; then a completion that boxes two solutions one by one is wrong.
 
-    The rules of equality are math-verify's: `50\%` equals 50, decimals agree to six digits, `32,
-    349` is two numbers and `32,349` is one. Over math-verify's own tests two verdicts differ from
-    its: a reference whose boxes stand far from each other is refused where math-verify takes the
-    last one, and `1 - \frac{1}{\mathrm{e}}` does not equal `1 + \frac{1}{\mathrm{e}}`, of which
-    math-verify reads the 1 alone.
+    A number is read with its sign, whole part, fraction, base and unit: `2 2/3` is 8/3, `4 10/3` is
+    no number, and `2516_8` equals neither 2516 nor `2516_9`. Exact values are compared exactly,
+    decimals to six digits relative to their size. Units of length, mass, time and money are
+    converted; other words behind a number, and a qualifier such as "for all real x", are no part of
+    its value. Other rules of equality are math-verify's: `50\%` equals 50, `32, 349` is two numbers
+    and `32,349` is one, and sets have no order.
 
     Raises:
         RewardError: The answer is too long, too deeply nested, or holds a number too large to be
@@ -137,13 +144,21 @@ def math(
     prepare=warm_up,
     explain=find_after_reasoning,
 )
-def deepscaler(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
+def deepscaler(
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    boxes: Boxes = "last",
+) -> float:
     r"""Give 1 when the last box after `</think>` (or `### Response`) equals a reference in
     mathematics, else 0.
 
-    Without such a mark the reasoning has not ended, and the reward is 0.
+    Without such a mark the reasoning has not ended, and the reward is 0. `boxes` is as in `math`;
+    rllm's reward reads the last box alone.
     """
-    return find_after_reasoning(completion, answer=answer).reward
+    return find_after_reasoning(completion, answer=answer, boxes=boxes).reward
 
 
 @reward(
@@ -182,12 +197,14 @@ def geo3k(
     metadata: dict[str, Any],
     prompt: str,
     format_weight: float = 0.1,
+    boxes: Boxes = "last",
 ) -> dict[str, float]:
     r"""Give 0.9 for the right last box and 0.1 for the form `<think>...</think> ... \boxed{}`.
 
-    The components are `accuracy` and `format`, each 1 or 0.
+    The components are `accuracy` and `format`, each 1 or 0. `boxes` is as in `math`; EasyR1's
+    reward reads the last box alone.
     """
-    accuracy = find_boxed(completion, answer).reward
+    accuracy = find_last_box(completion, answer=answer, boxes=boxes).reward
     form = float(_thinks_then_boxes(completion))
     return {
         "reward": (1.0 - format_weight) * accuracy + format_weight * form,
@@ -202,31 +219,39 @@ def geo3k(
     prepare=warm_up,
 )
 def openr1_multimodal(
-    completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
+    completion: str,
+    *,
+    answer: str,
+    metadata: dict[str, Any],
+    prompt: str,
+    boxes: Boxes = "joined",
 ) -> dict[str, float]:
     """Give 1 for the right content of `<answer>` and 1 for the form
     `<think>...</think><answer>...</answer>`.
 
     The components are `accuracy` and `format`; `reward.weights` weighs them otherwise. An answer is
-    right when it equals the reference in mathematics or as text. A tag that occurs twice makes both
-    0: one cannot answer twice.
+    right when it equals the reference in mathematics or as text; `boxes` is as in `math`. A tag
+    that occurs twice makes both 0: one cannot answer twice.
     """
     if any(completion.count(tag) > 1 for tag in TAGS):
         return {"accuracy": 0.0, "format": 0.0}
     tag_answer = tagged_answer(completion)
     reference_answers = [tagged_answer(one) or one for one in references(answer)]
-    accuracy = tag_answer is not None and any(_equals(tag_answer, one) for one in reference_answers)
+    accuracy = tag_answer is not None and any(
+        _equals(tag_answer, one, last_alone=boxes == "last") for one in reference_answers
+    )
     return {
         "accuracy": float(accuracy),
         "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None),
     }
 
 
-def _equals(answer: str, reference: str) -> bool:
+def _equals(answer: str, reference: str, *, last_alone: bool) -> bool:
     if answer.casefold() == reference.casefold():
         return True
-    box = last_box(answer)
-    return are_equal(short_answer(answer) if box is None else box, reference_text(reference))
+    boxes = last_boxes(answer)
+    text = ", ".join(boxes[-1:] if last_alone else boxes) if boxes else short_answer(answer)
+    return are_equal(text, reference_text(reference))
 
 
 def _thinks_then_boxes(text: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from relax_events.api.rewards import Explanation
 from relax_events.packages.verifiers.answer_extraction import (
@@ -14,25 +13,25 @@ from relax_events.packages.verifiers.answer_extraction import (
     reference_boxes,
     references,
 )
-from relax_events.packages.verifiers.math_equality import (
-    are_equal,
-    check_comparable,
-    check_size,
-    equals_parsed,
-    import_math_verify,
-    normalize,
-    plain_number,
-    to_math_verify_latex,
+from relax_events.packages.verifiers.math_equality import are_equal, normalize
+from relax_events.packages.verifiers.math_numbers import unify_characters, write_scales
+from relax_events.packages.verifiers.math_prose import (
+    HEDGE,
+    clause_values,
+    find_runs,
+    is_formula,
+    split_sentences,
+    stated_clauses,
+    strip_edges,
 )
 from relax_events.packages.verifiers.text_answers import FINAL_ANSWER_MARK
 
 TAIL_CHARACTERS = 1000
-MAX_CLAUSE_CHARACTERS = 100
-STATED = re.compile(r"answer(?:\s+is\b|\W{0,4}[:=])(?:\s*is\b)?[\s:=*]*", re.IGNORECASE)
+MAX_TEXT_CHARACTERS = 2000
+MAX_WHOLE_CHARACTERS = 200
+NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=\$?[\d\\])", re.IGNORECASE)
 CLOSING = re.compile(r"final answer is\b[^\n]{1,200}?I hope", re.IGNORECASE)
 """Minerva's prompts request this sentence; its answer counts like a box, at any position."""
-CLAUSE_END = re.compile(r"\.(?:\s|$)")
-CLAUSE_EDGES = "*_` \t"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,43 +85,58 @@ def find_boxed(text: str, answer: str, *, last_alone: bool = False) -> MathFindi
 
 
 def find_stated(text: str, answer: str) -> MathFinding:
-    """Compare the last stated answer of a text without boxes with the reference answers: the text
-    after "answer is", else the last formula or number.
+    """Compare the stated answer of a text without boxes with the reference answers: the whole
+    text, or the clause after "answer is", or else the last formula or number.
+
+    A hedge, a denial and a list choose nothing, and a part of a formula is no answer.
 
     Raises:
         RewardError: The answer can't be compared.
     """
     reference_texts = [reference_text(one) for one in references(answer)]
+    text = write_scales(unify_characters(text[-MAX_TEXT_CHARACTERS:])).replace('\\"', '"')
+    text = NEGATIVE.sub("-", text)
     tail = _tail(text)
-    clause = _stated_clause(tail)
-    if clause is not None and (
-        plain_number(normalize(clause)) is not None
-        or any(normalize(clause) == normalize(one) for one in reference_texts)
-    ):
-        return _build_finding(
-            clause,
-            any(are_equal(clause, one) for one in reference_texts),
-            "behind 'answer'",
-            reference_texts,
-        )
-    parsed = _extract(tail)
-    if parsed and any(equals_parsed(parsed, one) for one in reference_texts):
-        return _build_finding(_get_text(parsed), True, "found by math-verify", reference_texts)
-    if clause is not None and len(clause) <= MAX_CLAUSE_CHARACTERS:
-        return _build_finding(
-            clause,
-            any(are_equal(clause, one) for one in reference_texts),
-            "behind 'answer'",
-            reference_texts,
-        )
-    if parsed:
-        return _build_finding(_get_text(parsed), False, "found by math-verify", reference_texts)
-    return MathFinding(
-        answer=None,
-        location="no answer",
-        why=f"the last {TAIL_CHARACTERS} characters state none",
-        is_right=False,
+    if len(text) <= MAX_WHOLE_CHARACTERS and _is_whole_answer(text, reference_texts):
+        return _compare([strip_edges(text)], "the whole text", reference_texts)
+    clauses = list(stated_clauses(tail))
+    for clause, is_open in clauses:
+        if not is_open or _is_doubtful_reference(clause, reference_texts):
+            return _compare(list(clause_values(clause)), "behind 'answer'", reference_texts)
+    if clauses:
+        return _find_nothing("the stated answer is denied or left open")
+    for sentence in reversed(split_sentences(tail)):
+        if not (runs := find_runs(sentence)):
+            continue
+        if runs[-1].is_open:
+            return _find_nothing("the last formula or number is denied or left open")
+        return _compare([runs[-1].text], "the last formula or number", reference_texts)
+    return _find_nothing(f"the last {TAIL_CHARACTERS} characters state none")
+
+
+def _is_whole_answer(text: str, reference_texts: Sequence[str]) -> bool:
+    """Return whether a text is nothing but an answer: one formula or number, or a reference."""
+    if any(normalize(text) == normalize(one) for one in reference_texts):
+        return True
+    return is_formula(text)
+
+
+def _is_doubtful_reference(clause: str, reference_texts: Sequence[str]) -> bool:
+    """Return whether a reference answer itself denies or leaves open, such as "not prime"."""
+    return HEDGE.search(clause) is not None and any(
+        normalize(clause) == normalize(one) for one in reference_texts
     )
+
+
+def _find_nothing(why: str) -> MathFinding:
+    return MathFinding(answer=None, location="no answer", why=why, is_right=False)
+
+
+def _compare(values: Sequence[str], location: str, reference_texts: Sequence[str]) -> MathFinding:
+    for value in dict.fromkeys(values):
+        if not BOX.search(value) and any(are_equal(value, one) for one in reference_texts):
+            return _build_finding(value, True, location, reference_texts)
+    return _build_finding(values[0], False, location, reference_texts)
 
 
 def reference_text(reference: str) -> str:
@@ -140,38 +154,6 @@ def _tail(text: str) -> str:
         return tail
     _, line_end, whole_lines = tail.partition("\n")
     return whole_lines if line_end and whole_lines.strip() else tail
-
-
-def _stated_clause(tail: str) -> str | None:
-    marks = list(STATED.finditer(tail))
-    clause = (
-        CLAUSE_END.split(tail[marks[-1].end() :].partition("\n")[0])[0].strip(CLAUSE_EDGES)
-        if marks
-        else ""
-    )
-    return clause or None
-
-
-def _extract(tail: str) -> tuple[Any, ...]:
-    """Return the result of math-verify: an expression and its text, or only the text if it can't be
-    parsed.
-    """
-    package = import_math_verify()
-    config = (
-        package.LatexExtractionConfig(boxed_match_priority=-1),
-        package.ExprExtractionConfig(),
-    )
-    parsed = package.parse(
-        to_math_verify_latex(tail), config, parsing_timeout=None, raise_on_error=True
-    )
-    for text in parsed:
-        if isinstance(text, str):
-            check_comparable(text)
-    return check_size(parsed)
-
-
-def _get_text(parsed: Sequence[Any]) -> str:
-    return str(parsed[-1])
 
 
 def _build_finding(

@@ -7,14 +7,19 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from relax_events.api.rewards import Explanation, reward
 from relax_events.packages.verifiers.answer_extraction import final_text, references, tagged_answer
+from relax_events.packages.verifiers.math_numbers import find_numbers
 
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 FINAL_ANSWER_MARK = "####"
+OPEN_NUMBER = re.compile(
+    r"(?:\b(?:or|not|nor)|n't|\u6216|\u6216\u8005|\u8fd8\u662f|\u4e0d\u662f|\u5e76\u975e)\W*$",
+    re.IGNORECASE,
+)
+"""Words before a number that deny it, or leave open which of two is the answer."""
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 SQUAD = (
@@ -58,8 +63,9 @@ def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
 def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     """Give 1 for the right final number, else 0.
 
-    The final number stands after `####`; without `####` it is the last number of the text.
-    `1,000.0` equals `1000`.
+    The final number stands after `####`; without `####` it is the last number of the text, unless
+    "or" or "not" stands before it. `1,000.0` equals `1000`, and a fraction is one number. Any minus
+    sign counts that follows no number, letter or closing bracket: `10-5` ends with 5.
     """
     reference_number, number = final_number(answer), final_number(completion)
     return float(reference_number is not None and reference_number == number)
@@ -89,13 +95,13 @@ def f1(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -
     return max(_word_f1(answer_words, squad_words(reference)) for reference in references(answer))
 
 
-def final_number(text: str) -> Decimal | None:
+def final_number(text: str) -> Fraction | None:
     """Find the first number after the last `####`, or else the last number."""
     _, mark, tail = text.rpartition(FINAL_ANSWER_MARK)
-    numbers = NUMBER.findall(tail)
-    if not numbers:
-        return None
-    return Decimal((numbers[0] if mark else numbers[-1]).replace(",", ""))
+    if mark:
+        return next((value for value, _ in find_numbers(tail)), None)
+    *_, (value, before) = [(None, ""), *find_numbers(tail)]
+    return None if OPEN_NUMBER.search(before) else value
 
 
 def squad_words(text: str) -> list[str]:

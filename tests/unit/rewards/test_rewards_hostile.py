@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from relax_events.packages.verifiers.ifeval import ifeval
-from relax_events.packages.verifiers.text_answers import gpqa, multiple_choice
+from relax_events.packages.verifiers.text_answers import gpqa, gsm8k, multiple_choice
 
 pytestmark = pytest.mark.unit
 NUM_CHARACTERS = 100_000
@@ -42,6 +42,9 @@ CASES = [
     (follow("format:emoji"), "."),
     (call(gpqa), "a" + "\n" * NUM_CHARACTERS + "x"),
     (call(multiple_choice), "<answer>"),
+    (call(gsm8k), "1,111"),
+    (call(gsm8k), "1/2/"),
+    (call(gsm8k), "- "),
 ]
 
 

@@ -20,7 +20,8 @@ from relax_events.packages.verifiers.math_answers import (
     math,
     openr1_multimodal,
 )
-from relax_events.packages.verifiers.math_equality import are_equal, plain_number
+from relax_events.packages.verifiers.math_equality import are_equal
+from relax_events.packages.verifiers.math_numbers import read_number
 
 pytestmark = pytest.mark.unit
 
@@ -60,6 +61,30 @@ SAME = [
     ("14{,}916", "14916"),
     ("1,22", "1.22"),
     (r"1 - e^{-1}", r"1 - \frac{1}{\mathrm{e}}"),
+    ("2 2/3", "8/3"),
+    ("11 5/6", "71/6"),
+    ("-1 1/2", "-1.5"),
+    ("\u22121 1/2", "-1.5"),
+    (r"2\frac{2}{3}", "2 2/3"),
+    (r"6\frac{1}{4}\%", "6.25"),
+    ("2516_8", "2516_{8}"),
+    ("(2516)_8", r"2516_{\text{eight}}"),
+    (r"2x \text{ for all real } x", "2x"),
+    (r"n(n+1), \text{ where } n \ge 1", "n(n+1)"),
+    (r"5 \text{ with equality when } x=y", "5"),
+    (r"0.1\overline{6}", "1/6"),
+    (r"\text{5 apples}", "5"),
+    ("90\u00b0", "90"),
+    (r"1200\text{ cm}", r"12\text{ m}"),
+    (r"2\text{ hours}", r"120\text{ minutes}"),
+    ("2.5 million", "2500000"),
+    (r"3\text{ thousand dollars}", r"\$3{,}000"),
+    ("1414.21356", r"1000\sqrt{2}"),
+    (r"\frac{1}{2006!}", r"\frac{1}{2006 \cdot 2005!}"),
+    (r"x \ge 0", r"[0, \infty)"),
+    (r"\emptyset", r"\varnothing"),
+    (r"10\, \mathrm{m\,s^{-1}}", "10"),
+    (r"\begin{pmatrix} 2 2/3 \\ 1 \end{pmatrix}", r"\begin{pmatrix} 8/3 \\ 1 \end{pmatrix}"),
 ]
 DIFFERENT = [
     ("42", "43"),
@@ -82,6 +107,32 @@ DIFFERENT = [
     ("2*x(", "2"),
     ("sin", "3*sin"),
     ("1e999", "3"),
+    ("2 2/3", "22/3"),
+    ("4 10/3", "410/3"),
+    (r"4\frac{10}{3}", "22/3"),
+    ("1 2", "12"),
+    ("5 6", "11"),
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}"),
+    ("2^{-98}", "2^{-99}"),
+    (r"\frac{1}{3\cdot2^{2006}}", r"\frac{2^{2005}+1}{3\cdot2^{2006}}"),
+    ("(2^{-98}, 1)", "(2^{-99}, 1)"),
+    ("2^{-98}x", "2^{-99}x"),
+    ("0.0000001", "0.0000002"),
+    (r"1.5\times10^{-8}", "1.6e-8"),
+    (r"\frac{\pi}{10^{20}}", r"\frac{2\pi}{10^{20}}"),
+    ("2^{400}", "2^{400}+1"),
+    ("2516_8", "2516_{9}"),
+    ("2516_8", "2516"),
+    ("1101_2", "13"),
+    (r"12 \text{ m}", r"12 \text{ cm}"),
+    (r"5\text{ is wrong}", "5"),
+    (r"3x\text{ if }x>0", "3x"),
+    (r"x=2 \text{ or } x=3", "2"),
+    (r"2x \text{ for } x>0, 3x \text{ for } x<0", "2x"),
+    ("5d", "5"),
+    ("12:00", "1:00"),
+    (r"\text{not even}", "even"),
+    ("teams", "meats"),
 ]
 
 
@@ -112,11 +163,16 @@ def test_undecidable_answer_fails_instead_of_scoring_zero(given: str, text: str)
     assert time.perf_counter() - started < 60
 
 
-def test_plain_numbers_are_parsed_as_exact_fractions() -> None:
-    assert plain_number(r"-\frac{2}{6}") == Fraction(-1, 3)
-    assert plain_number("0.125") == Fraction(1, 8)
-    assert plain_number("7/21") == Fraction(1, 3)
-    assert [plain_number(text) for text in ("1/0", "x", "2^3", "")] == [None] * 4
+def test_plain_numbers_are_read_as_exact_fractions() -> None:
+    assert read_value(r"-\frac{2}{6}") == Fraction(-1, 3)
+    assert read_value("0.125") == Fraction(1, 8)
+    assert read_value("7/21") == Fraction(1, 3)
+    assert [read_value(text) for text in ("1/0", "x", "2^3", "")] == [None] * 4
+
+
+def read_value(text: str) -> Fraction | None:
+    number = read_number(text)
+    return None if number is None else number.value
 
 
 @pytest.mark.parametrize(
@@ -129,7 +185,7 @@ def test_plain_numbers_are_parsed_as_exact_fractions() -> None:
         (r"\boxed{ \{1\} }", r"\{1\}"),
         (r"\boxed{5", None),
         ("5", None),
-        (r"\boxed{}", ""),
+        (r"\boxed{}", None),
     ],
 )
 def test_last_box_is_found_with_its_braces(text: str, box: str | None) -> None:
@@ -178,6 +234,8 @@ def test_math_uses_the_last_stated_answer_when_there_is_no_box(
     [
         ("it is .4", "0.4"),
         ("The answer is Evelyn.", "Evelyn"),
+        ("The answer is not prime.", r"\text{not prime}"),
+        ("The answer is neither", "neither"),
         ("The answer is: **x + 1**", "1+x"),
         (r"\boxed{1} and \boxed{2}", r"\{2, 1\}"),
         (r"\boxed{1}, so once more \boxed{1}", "1"),
@@ -212,6 +270,79 @@ def test_math_compares_only_the_last_box_when_configured(answer: str) -> None:
     assert call(math, r"The final answer is 2. I hope it is correct.", answer, boxes="last") == 1.0
 
 
+CHOICES = [
+    ("The answer is 5 or 6.", None),
+    ("The answer is not 5.", None),
+    ("The answer isn't 5.", None),
+    ("The answer could be 5.", None),
+    ("Perhaps the answer is 5", None),
+    ("It is not 4, so the answer is 5.", "5"),
+    ("The answer is not 5 but 6.", None),
+    ("The answer is unknown. 5", None),
+    ("The wrong answer is 5", None),
+    ("It is either 5 or 6", None),
+    ("It is 4 or 5", None),
+    ("It is not 5", None),
+    ("It is 6 apples and 5 pears", None),
+    ("The answer is 5x", None),
+    ("The answer is (4, 5)", None),
+    ("it is 3x + 5", None),
+    ("The answer is $x^2 + 5$", None),
+    (r"not \boxed{5}", None),
+    (r"\boxed{5} is wrong.", None),
+    (r"4 or \boxed{5}", None),
+    (r"\boxed{4} or \boxed{5}", None),
+    (r"Write it in \boxed{}.", None),
+    (r"\boxed{5", None),
+    ("The answer is 5, not 6.", "5"),
+    ("The answer is 5 because 2 + 3 = 5.", "5"),
+    ("The value of $x$ is $5$", "5"),
+    ("The answer is that there are 5 apples.", "5"),
+    ("## Final Answer\n\n**5**", "5"),
+    ("The answer is\n\\[\n5\n\\]", "5"),
+    ("The answer to the question is 5", "5"),
+    ("\u7b54\u6848\u662f5\u3002", "5"),
+    ("\u7b54\u6848\uff1a\uff15", "5"),
+    ("\u6240\u4ee5\u662f5\u4e2a", "5"),
+    ("so the number is not 4 which is 5", "5"),
+    ("The answer is negative 5", None),
+    ("The answer is 5 million", None),
+    ("The answer is twice 5", None),
+    ("It is the square root of 5", None),
+    ("It is at least 5", None),
+    ("The answer is 5 less than x", None),
+    ("The answer is 5 squared", None),
+    ("The answer is given by 5; check: 6", "5"),
+    ("Answer: 5 - it is a prime", "5"),
+    (r"\boxed{5}, not \boxed{6}", "5"),
+    (r"\boxed{5} (write it in \boxed{})", "5"),
+    (r"The answer is 5. Write it in \boxed{\text{answer}}.", "5"),
+    ("5", "5"),
+    ("**5** cm", "5"),
+]
+
+
+@pytest.mark.parametrize(("completion", "choice"), CHOICES)
+def test_denied_doubted_or_listed_number_is_not_chosen(completion: str, choice: str | None) -> None:
+    assert call(math, completion, "5") == float(choice == "5")
+
+
+@pytest.mark.parametrize("function", [deepscaler, geo3k, openr1_multimodal])
+def test_boxes_of_an_answer_are_one_setting(function: Any) -> None:
+    completion = r"<think>a</think><answer>It is \boxed{1} and \boxed{2}.</answer>"
+
+    def accuracy(answer: str, boxes: str) -> float:
+        result = call(function, completion, answer, boxes=boxes)
+        return result["accuracy"] if isinstance(result, dict) else result
+
+    assert [accuracy("2", boxes) for boxes in ("last", "joined")] == [1.0, 0.0]
+    assert [accuracy("1, 2", boxes) for boxes in ("last", "joined")] == [0.0, 1.0]
+    joins = function is openr1_multimodal  # math-verify, which it calls, reads all joined boxes
+    assert call(function, completion, "1, 2") == call(
+        function, completion, "1, 2", boxes="joined" if joins else "last"
+    )
+
+
 def test_reference_with_boxes_far_from_each_other_is_rejected() -> None:
     with pytest.raises(ValueError, match="boxes 1, 2 far from each other"):
         call(
@@ -240,6 +371,16 @@ HOSTILE = [
     " -(-1",
     "\\",
     "I hope ",
+    "1 1/2 ",
+    r"\text{a}",
+    "or ",
+    "5 or ",
+    "answer is 1, which ",
+    " the answer to ",
+    "x=",
+    " \u2013 1",
+    "\u662f1",
+    r"\begin{a}",
 ]
 
 

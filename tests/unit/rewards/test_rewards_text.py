@@ -43,6 +43,41 @@ def test_gsm8k_compares_the_final_numbers(completion: str, reward: float) -> Non
     assert call(gsm8k, completion, "work 7 * 8\n#### 1004") == reward
 
 
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("#### \u22125", "-5"),
+        ("#### - 5", "-5"),
+        ("\u5f97\u5230-5\u5143", "-5"),
+        ("\u6e29\u5ea6\u662f\ufe635\u5ea6", "-5"),
+        ("\uff0d\uff15", "-5"),
+        ("it is \u20135", "-5"),
+        ("-$5", "-5"),
+        ("$-5", "-5"),
+        ("so 10-5", "5"),
+        ("pages 5\u20137", "7"),
+        ("\u5171\u670912\u4e2a\u82f9\u679c", "12"),
+        ("\u5171\u67091\uff0c000\u4e2a", "1000"),
+        ("so 1/2", "0.5"),
+        ("it is 2 2/3 cups", "8/3"),
+        ("#### 1e3", "1000"),
+        ("1,00,000 rupees", "100000"),
+        ("1,2,3", "3"),
+        ("5 m2", "5"),
+    ],
+)
+def test_gsm8k_reads_a_number_as_one_token(completion: str, answer: str) -> None:
+    assert call(gsm8k, completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    ["1 or 2", "not 2", "it isn't 2", "1/2", "\u22122", "1\u6216\u80052", "3 2/5", "1,002"],
+)
+def test_gsm8k_takes_no_part_of_a_number_and_no_denied_one(completion: str) -> None:
+    assert call(gsm8k, completion, "2") == 0.0
+
+
 def test_gsm8k_gives_zero_reward_when_the_reference_has_no_number() -> None:
     assert call(gsm8k, "none", "none") == 0.0
 
