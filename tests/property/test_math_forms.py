@@ -49,7 +49,10 @@ UNITS = st.sampled_from(
 SYMBOLS = st.sampled_from("xyzn")
 SMALL = st.integers(1, 99)
 SIGNS = st.sampled_from(["-", "\u2212", "\uff0d"])
-EXAMPLES = settings(max_examples=60, deadline=None)
+FEW, MANY = (
+    settings(max_examples=60, derandomize=True),
+    settings(max_examples=200, derandomize=True),
+)
 
 
 def score(completion: str, reference: str) -> float:
@@ -144,14 +147,14 @@ WRITTEN = st.one_of(write_integers(), write_fractions(), write_expressions(), wr
 
 
 @given(WRITTEN, FRAMES)
-@settings(max_examples=300, deadline=None)
+@MANY
 def test_reference_is_right_in_every_form(written: tuple[str, str], text: str) -> None:
     reference, form = written
     assert score(frame(text, form), reference) == 1.0
 
 
 @given(WRITTEN, FRAMES)
-@EXAMPLES
+@FEW
 def test_reference_is_right_against_itself(written: tuple[str, str], text: str) -> None:
     assert score(frame(text, written[1]), written[1]) == 1.0
     assert score(frame(text, written[0]), written[0]) == 1.0
@@ -192,7 +195,7 @@ PARTS = [
 
 
 @given(st.sampled_from(PARTS), st.integers(2, 8), FRAMES)
-@settings(max_examples=200, deadline=None)
+@MANY
 def test_no_part_of_an_expression_is_its_value(form: str, part: int, text: str) -> None:
     expression = form.format(a=part, b=3, c=17, d=part + 1)
     assert score(frame(text, expression), str(part)) == 0.0
@@ -208,7 +211,7 @@ CONTRADICTIONS += [" or possibly %s", " or %s", ", perhaps %s", r" or \boxed{%s}
     st.sampled_from([text for text in FRAME_TEXTS if "I hope" not in text]),
     st.sampled_from(CONTRADICTIONS),
 )
-@settings(max_examples=200, deadline=None)
+@MANY
 def test_contradiction_never_raises_a_reward(
     right: int, stated: int, text: str, contradiction: str
 ) -> None:
@@ -218,7 +221,7 @@ def test_contradiction_never_raises_a_reward(
 
 
 @given(st.integers(2, 400), st.sampled_from(["%s", "so %s", "The answer is %s"]))
-@EXAMPLES
+@FEW
 def test_denied_or_doubted_number_is_not_chosen(number: int, text: str) -> None:
     for words in ("not", "probably not", "either 1 or", "perhaps", "between 1 and"):
         assert score(frame(text, f"{words} {number}"), str(number)) == 0.0
@@ -229,7 +232,7 @@ def test_denied_or_doubted_number_is_not_chosen(number: int, text: str) -> None:
     SIGNS,
     st.sampled_from(["", "\u6240\u4ee5\u662f", "= ", "it is ", "#### "]),
 )
-@EXAMPLES
+@FEW
 def test_gsm8k_reads_every_minus_sign(number: int, sign: str, before: str) -> None:
     def grade(completion: str, answer: str) -> Any:
         return gsm8k(completion, answer=answer, metadata={}, prompt="")
@@ -242,7 +245,7 @@ def test_gsm8k_reads_every_minus_sign(number: int, sign: str, before: str) -> No
 
 
 @given(st.integers(4, 10), st.integers(4, 10), st.integers(1000, 3333))
-@EXAMPLES
+@FEW
 def test_numbers_are_equal_only_in_the_same_base(one: int, other: int, digits: int) -> None:
     text = str(digits % 1000 % 4 + 10 * (digits % 3) + 100)
     forms = [f"{text}_{{{one}}}", f"({text})_{{{one}}}", f"{text}_{{({one})}}"]
@@ -252,7 +255,7 @@ def test_numbers_are_equal_only_in_the_same_base(one: int, other: int, digits: i
 
 
 @given(st.integers(2, 3000), st.integers(2, 3000), st.sampled_from(["e", r"\pi", "3"]))
-@EXAMPLES
+@FEW
 def test_small_exact_values_are_compared_exactly(one: int, other: int, base: str) -> None:
     for form in (r"%s^{-N}", r"\frac{1}{%s^{N}}", r"\frac{%s}{N!}", r"\frac{x}{%s^{N}}"):
         pair = [frame(form, base).replace("N", str(number)) for number in (one, other)]
@@ -260,7 +263,7 @@ def test_small_exact_values_are_compared_exactly(one: int, other: int, base: str
 
 
 @given(st.integers(1, 99), st.integers(1, 30), st.integers(1, 30))
-@EXAMPLES
+@FEW
 def test_mixed_number_is_a_whole_and_a_proper_fraction(whole: int, above: int, below: int) -> None:
     for form in (f"{whole} {above}/{below}", rf"{whole}\frac{{{above}}}{{{below}}}"):
         value = Fraction(whole) + Fraction(above, below)

@@ -110,7 +110,7 @@ def find_stated(text: str, answer: str) -> MathFinding:
             continue
         if runs[-1].is_open:
             return _find_nothing("the last formula or number is denied or left open")
-        return _compare([runs[-1].text], "the last formula or number", reference_texts)
+        return _compare(runs[-1].values, "the last formula or number", reference_texts)
     return _find_nothing(f"the last {TAIL_CHARACTERS} characters state none")
 
 

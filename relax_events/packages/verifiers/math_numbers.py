@@ -55,7 +55,7 @@ UNIT_SIZES = {
 NO_UNITS = re.compile(
     "not?|nor|or|and|but|is|isn|are|aren|was|wasn|were|be|been|can|cannot|could|may|might|maybe"
     "|perhaps|possibly|probably|wrong|incorrect|right|correct|if|when|unless|otherwise|else|than"
-    "|either|neither|between|to|plus|minus|times|divided|over|squared|cubed|dozen"
+    "|either|neither|between|to|plus|minus|times|divided|over|squared|cubed"
     "|negative|twice|half|least|most|less|more|fewer|percent|pi|sqrt|mod|factorial|so|for|where|with"
 )
 """Words behind a number that are no unit: what they say changes the number or denies it."""

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 MAX_CLAUSE_CHARACTERS = 300
 STATED = re.compile(
-    r"answers?(?:\s+(?:to|for|of)\b[^.\n]{0,80}?)?"
+    r"answers?(?:\s+(?:to|for|of)\s+(?:the|this|part|question|problem)\b[^.\n]{0,60}?)?"
     r"(?:\s+(?:is|are|equals|must\s+be|should\s+be|will\s+be|becomes)\b"
     r"|\s+(?P<hedge>could|might|may|can|would)\s+be\b|\W{0,4}[:=\uff1a])(?:\s*is\b)?[\s:=*\uff1a]*"
     r"|(?:\u7b54\u6848|\u7ed3\u679c)(?:\u662f|\u4e3a|\u7b49\u4e8e|[:=\uff1a]|\s)+",
@@ -25,10 +25,11 @@ SPAN = re.compile(
     re.DOTALL,
 )
 """A formula between its marks; `$5 and $6` are two amounts."""
+FORMULA = re.compile(rf"{SPAN.pattern}|\{{[^{{}}]*\}}", re.DOTALL)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+|\u3002\s*")
 EDGES = '*_` \t\n"'
 HEDGE = re.compile(
-    r"\b(?:not|never|no\s+longer|neither|nor|maybe|perhaps|possibly|probably|likely|might|may|could|unknown"
+    r"\b(?:not|never|no\s+longer|neither|nor|maybe|perhaps|possibly|probably|likely|(?:could|might|may)\s+be|unknown"
     r"|unclear|unsure|undetermined|either|between|guess|if|wrong|incorrect|one\s+of)\b|n['\u2019]t\b"
     r"|\u4e0d|\u53ef\u80fd|\u4e5f\u8bb8|\u6216|\u5982\u679c",
     re.IGNORECASE,
@@ -40,12 +41,19 @@ CHANGE_BEFORE = re.compile(
     re.IGNORECASE,
 )
 CHANGE_AFTER = re.compile(
-    r"(?:squared|cubed|factorial|dozen|(?:less|more|fewer)\s+than|times\s+\w|mod|modulo|choose"
-    r"|to\s+the)\b",
+    r"(?:squared|cubed|factorial|mod|modulo|choose|to\s+the\s+(?:power|\w+th)|(?:maybe|perhaps|possibly|probably|or))\b"
+    r"|(?:(?:less|more|fewer)\s+than|times)\s+(?:[\d$\\]|[a-zA-Z]\b)"
+    r"|(?:\w+\s+)?(?:is|are|was)(?:\s+(?:wrong|incorrect|false|not\s+(?:right|correct|the|it|an?))|n['\u2019]t)\b",
     re.IGNORECASE,
 )
-"""Words that make another number of the one beside them."""
-CONCLUSION = re.compile(r"[,;:]|\b(?:so|therefore|thus|hence|then|but)\b", re.IGNORECASE)
+"""Words that make another number of the one beside them, or deny it."""
+NUM_CLOSE_WORDS = 4
+EQUATION = re.compile(r"(?<![<>!])=")
+SYMBOL = re.compile(r"(?<!\\)\b(?!(?<=\d )x(?= [\d(]))[a-zA-Z]\b")
+LISTED = re.compile(r"[,;]\s|\b(?:and|or)\b|\\(?:le|ge|ne|lt|gt)|[<>]")
+CONCLUSION = re.compile(
+    r"[,;:]|\b(?:so|therefore|thus|hence|then|but|is|are|was|were)\b(?!')", re.IGNORECASE
+)
 """Where a new clause starts, which the words before it do not deny."""
 LEAD_IN = re.compile(
     r"^(?:(?:that|simply|just|exactly|therefore|thus|indeed|clearly|given\s+by|equal\s+to|equals"
@@ -66,7 +74,10 @@ CHINESE = re.compile(r"([\u3001-\u303f\u3400-\u9fff\uff0c\uff1a\uff1b]+)")
 COMMAND = re.compile(r"\\[a-zA-Z]+|\b(?:sin|cos|tan|log|ln|sqrt|pi|exp|mod)\b")
 WORD = re.compile(r"[^\W\d_]{2,}")
 MATHEMATICS = re.compile(r"[\d\\=+\-*/^<>|(){}\[\]]")
+WITHOUT_VALUE = re.compile(r"[^\w\\]*")
 AMOUNT = re.compile(r"[-+$]*[\d.,]+[a-zA-Z]{1,4}")
+RATE = re.compile(r"(?<=\d)/[A-Za-z]+$")
+LABEL = re.compile(r"(?<=[A-Za-z]{2}):(?=\S)")
 STOPS = ".;:!?"
 
 
@@ -84,14 +95,26 @@ class Run:
     @property
     def is_open(self) -> bool:
         """Whether the words around it deny it, doubt it, or join it to others."""
-        before, after = self.before.split(), self.after.split()
+        close = " ".join(CONCLUSION.split(self.before)[-1].split()[-NUM_CLOSE_WORDS:])
+        before = [] if self._is_equation else self.before.lower().split()
         return bool(
-            (before and before[-1].lower() in JOINERS)
-            or HEDGE.search(self.before) is not None
-            or CHANGE_BEFORE.search(self.before) is not None
-            or CHANGE_AFTER.match(self.after) is not None
-            or HEDGE.search(" ".join(after[:4])) is not None
+            (len(before) > 1 and before[-1] in JOINERS)
+            or HEDGE.search(close)
+            or CHANGE_BEFORE.search(close)
+            or CHANGE_AFTER.match(self.after)
         )
+
+    @property
+    def values(self) -> list[str]:
+        """The whole run, and the last side of an equation."""
+        last = LISTED.split(self.text)[-1]
+        is_arithmetic = "=" in last and not SYMBOL.search(last.rpartition("=")[0])
+        is_side = self._is_equation or is_arithmetic
+        return [self.text, last.rpartition("=")[2]] if is_side else [self.text]
+
+    @property
+    def _is_equation(self) -> bool:
+        return EQUATION.search(self.text) is not None and not LISTED.search(self.text)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -125,12 +148,15 @@ def clause_values(clause: str) -> Iterator[str]:
     yield value
     runs = find_runs(value)
     if len(runs) == 1 and not runs[0].is_open:
-        yield runs[0].text
+        yield from runs[0].values
 
 
 def _split_head(clause: str) -> tuple[str, str]:
     """Split a clause, without its explanation, at its last "is" into subject and value."""
-    head = strip_edges(EXPLANATION.split(LEAD_IN.sub("", clause), maxsplit=1)[0])
+    clause = LEAD_IN.sub("", clause)
+    hidden = FORMULA.sub(lambda match: "\0" * len(match[0]), clause)
+    end = match.start() if (match := EXPLANATION.search(hidden)) else len(clause)
+    head = strip_edges(clause[:end])
     match = PREDICATE.search(f" {head}")
     subject, value = (head[: match.start()], head[match.end() - 1 :]) if match else ("", head)
     return subject, strip_edges(LEAD_IN.sub("", value))
@@ -153,7 +179,7 @@ def find_runs(sentence: str) -> list[Run]:
     words: list[str] = []
     for is_mathematics, group in groupby(_mark_words(sentence), itemgetter(0)):
         text = " ".join(word for _, word in group).strip(", ")
-        if is_mathematics and MATHEMATICS.search(text):
+        if is_mathematics and MATHEMATICS.search(text) and not WITHOUT_VALUE.fullmatch(text):
             runs.append(Run(text, " ".join(words)))
             words = []
         else:
@@ -186,14 +212,14 @@ def _split_words(sentence: str) -> list[str]:
     """Split a sentence at blanks that stand in no formula and in no braces."""
     kept = SPAN.sub(lambda match: match[0].replace(" ", "\0").replace("\n", "\0"), sentence)
     depth, characters = 0, []
-    for character in CHINESE.sub(r" \1 ", kept):
+    for character in CHINESE.sub(r" \1 ", LABEL.sub(": ", kept)):
         depth += (character == "{") - (character == "}" and depth > 0)
         characters.append("\0" if depth and character == " " else character)
     return [word.replace("\0", " ") for word in "".join(characters).split()]
 
 
 def _is_mathematics(word: str) -> bool:
-    bare = word.strip("$,.;:!?")
+    bare = RATE.sub("", word.strip("$,.;:!?"))
     if SPAN.fullmatch(word.strip(",.;:!?")) or AMOUNT.fullmatch(bare) or r"\begin{" in bare:
         return True
     if len(bare) == 1 and bare.isascii() and bare.isalpha():
