@@ -11,7 +11,15 @@ from fractions import Fraction
 from typing import Any
 
 from relax_events.api.rewards import Explanation, reward
-from relax_events.packages.verifiers.answer_extraction import final_text, references, tagged_answer
+from relax_events.packages.verifiers.answer_extraction import (
+    ANSWER_TAG,
+    ANSWER_TAG_END,
+    final_text,
+    references,
+    tagged_answer,
+)
+from relax_events.packages.verifiers.choice_grammar import read_choice
+from relax_events.packages.verifiers.choice_words import CALLS_WRONG, OR, WORDS, Role
 from relax_events.packages.verifiers.math_numbers import find_numbers
 
 FINAL_ANSWER_MARK = "####"
@@ -124,33 +132,24 @@ def _word_f1(answer_words: list[str], reference_words: list[str]) -> float:
     return 2 * num_shared / (len(answer_words) + len(reference_words))
 
 
-LETTER_FORMS = (
-    re.compile(
-        r"\\boxed\{\s*(?:\\(?:text|textbf|mathrm|mathbf)\{)?\s*\(?([A-Z])\)?\s*(?:[.:)]\s[^{}]*)?\}"
-    ),
-    re.compile(r"<answer>\s*\(?([A-Z])\b", re.IGNORECASE),
-    re.compile(
-        r"\b(?i:answer|choice|option)\b\W*(?:is\b\W*)?(?i:choice\b|option\b)?\W{0,4}([A-Z])\b(?!['-])"
-    ),
-    re.compile(r"\b([A-Z])\b\W{0,3}\s(?i:is|must be|seems)\s(?i:the )?(?i:correct|right|best)\b"),
-    re.compile(r"^[^\w\n]*([A-Z])(?:[).:]|[^\w\n]*$)", re.MULTILINE),
-)
-"""From the most explicit to the weakest form; the last match of the first form that occurs
-counts."""
+HEDGES = set(WORDS[Role.HEDGE].split()) - OR
+DENIALS = CALLS_WRONG | {word.replace("'", "") for word in ("isn't", "can't", "don't", "wasn't")}
+VERBS = set(f"{WORDS[Role.COPULA]} {WORDS[Role.MODAL]} may might could".split())
+MAX_NEAR_CHARACTERS, MAX_OCCURRENCES = 60, 20
 LABEL_EDGES = "()[]{}.:,*\"' \t\n"
 
 
 def explain_gpqa(
     completion: str, *, answer: str, metadata: dict[str, Any], **_: Any
 ) -> Explanation:
-    """Explain which letter the completion chooses."""
+    """Explain which choice the completion makes."""
     text, choices = final_text(completion), _read_choices(metadata)
-    named, right_letter = (
-        chosen_letter(text, num_choices=len(choices)),
-        correct_letter(answer, metadata),
-    )
-    letter = named or _only_choice_in(text, choices)
-    matched_part = "a letter" if named else "the text of a choice" if letter else "no choice"
+    right_letter = correct_letter(answer, metadata)
+    choice = read_choice(text, num_choices=len(choices))
+    letter = choice.label
+    if choice.is_open:
+        letter = _only_choice_in(text, choices, denied=choice.denied)
+    matched_part = "a letter" if choice.label else "the text of a choice" if letter else "no choice"
     return Explanation(
         answer=letter,
         location=matched_part,
@@ -169,9 +168,12 @@ def explain_gpqa(
 def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -> float:
     r"""Give 1 for the right letter after `</think>`, else 0.
 
-    The letter is in a box, in an `<answer>` tag, after "answer" or "option", before "is correct",
-    or starts a line. A letter beyond the choices counts only if the metadata name no choices.
-    Without a letter, the only choice whose text occurs in the answer counts.
+    The letter is in a box, in an `<answer>` tag, after words such as "the answer is", before words
+    such as "is correct", or starts a line; the last such statement counts. Case, brackets, emphasis
+    and LaTeX don't count, and the words may be of ten languages. Several choices, a hedged one
+    ("maybe B") and a denied one are no choice, and neither are the article "A" and the pronoun "I".
+    A letter beyond the choices counts only if the metadata name no choices. Without a letter, the
+    only choice whose text occurs in the answer counts.
 
     Raises:
         ValueError: Neither metadata nor the reference answer name the correct letter.
@@ -184,8 +186,9 @@ def gpqa(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str)
 def multiple_choice(
     completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
 ) -> float:
-    """Give 1 when the last `<answer>` tag holds the reference answer, else 0; case, brackets and a
-    full stop don't count.
+    """Give 1 when the last `<answer>` tag holds the reference answer, else 0.
+
+    Case, brackets and a full stop don't count. A letter is read as by `gpqa`.
 
     Raises:
         ValueError: The sample has no reference answer.
@@ -195,20 +198,10 @@ def multiple_choice(
     if not all(reference_labels):
         raise ValueError(f"the reference answer {answer!r:.40} holds no label; see data.answer_key")
     tag_answer = tagged_answer(completion)
-    return float(tag_answer is not None and _label(tag_answer) in reference_labels)
-
-
-def chosen_letter(text: str, *, num_choices: int = 0) -> str | None:
-    """Return the letter that a text chooses, or None; a letter beyond a known number of choices
-    is ignored.
-    """
-    alphabet = string.ascii_uppercase[: num_choices or None]
-    for form in LETTER_FORMS:
-        if matches := [
-            letter.upper() for letter in form.findall(text) if letter.upper() in alphabet
-        ]:
-            return str(matches[-1])
-    return None
+    if tag_answer is None:
+        return 0.0
+    letter = read_choice(f"{ANSWER_TAG}{tag_answer}{ANSWER_TAG_END}").label or ""
+    return float(bool({_label(tag_answer), letter.casefold()} & set(reference_labels)))
 
 
 def correct_letter(answer: str, metadata: dict[str, Any]) -> str:
@@ -247,14 +240,47 @@ def _find_letter(answer: str, choices: list[str]) -> str:
     )
 
 
-def _only_choice_in(text: str, choices: list[str]) -> str | None:
+def _only_choice_in(text: str, choices: list[str], *, denied: frozenset[str]) -> str | None:
+    """Return the letter of the one choice whose text occurs; one that is part of a longer choice,
+    or is denied, does not count, and next to a hedge there is none.
+    """
     spaced = f" {' '.join(squad_words(text))} "
-    labels = [
-        _letter(index)
+    spans = [
+        (start, start + len(words), _letter(index))
         for index, choice in enumerate(choices)
-        if f" {' '.join(squad_words(choice))} " in spaced
+        if (words := f" {' '.join(squad_words(choice))} ").strip()
+        for start in _find_all(words, spaced)
     ]
-    return labels[0] if len(labels) == 1 else None
+    whole = [
+        one
+        for one in spans
+        if not any(
+            start <= one[0] and one[1] <= end and end - start > one[1] - one[0]
+            for start, end, _ in spans
+        )
+    ]
+    near = {one: _words_around(spaced, *one[:2]) for one in whole}
+    if any(words & HEDGES for words in near.values()):
+        return None
+    labels = {one[2] for one, words in near.items() if not words & DENIALS} - denied
+    return min(labels) if len(labels) == 1 else None
+
+
+def _find_all(part: str, text: str) -> list[int]:
+    """Return where a part occurs in a text, at most `MAX_OCCURRENCES` times."""
+    starts: list[int] = []
+    start = text.find(part)
+    while start >= 0 and len(starts) < MAX_OCCURRENCES:
+        starts.append(start)
+        start = text.find(part, start + 1)
+    return starts
+
+
+def _words_around(text: str, start: int, end: int) -> set[str]:
+    before = text[max(start - MAX_NEAR_CHARACTERS, 0) : start].split()
+    behind = text[end : end + MAX_NEAR_CHARACTERS].split()
+    is_subject = bool(behind) and (behind[0] in VERBS or behind[0] in DENIALS - {"not", "never"})
+    return {*before[-4:], *(behind[:3] if is_subject else [])}
 
 
 def _letter(index: int) -> str:

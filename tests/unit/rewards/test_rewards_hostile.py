@@ -45,6 +45,14 @@ CASES = [
     (call(gsm8k), "1,111"),
     (call(gsm8k), "1/2/"),
     (call(gsm8k), "- "),
+    *(
+        (function, piece)
+        for function in (call(gpqa), call(multiple_choice))
+        for piece in (
+            *("A, ", "(A) or ", "A\n", "answer is ", "A is not ", "\\boxed{", "a" + "_" * 200),
+            *("\u4e0dA\u6216", "A\u2013", "A.A.", "<b", "\ufdfa", "the "),
+        )
+    ),
 ]
 
 
