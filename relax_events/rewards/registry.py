@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -113,12 +114,19 @@ def describe_reward(name: str) -> RewardDescription:
         scores="prompt groups" if takes_prompt_group(function) else "samples",
         summary=text.partition("\n")[0],
         text=text,
-        failures=[line.partition(": ")[2] for line in raised.splitlines()],
+        failures=_read_failures(raised),
         metadata=dict(facts.metadata),
         options=list_options(function),
         source=facts.source,
         packages=facts.packages,
     )
+
+
+def _read_failures(section: str) -> list[str]:
+    """Return what each entry of a docstring's section says; its further lines are indented."""
+    entries = re.split(r"\n(?= {4}\S)", section.partition("\n\n")[0])
+    texts = [" ".join(entry.split()).partition(": ")[2] for entry in entries]
+    return [text for text in texts if text]
 
 
 PROMPT_GROUP_PARAMETER = "completions"

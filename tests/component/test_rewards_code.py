@@ -4,6 +4,7 @@ leave it.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -65,6 +66,12 @@ IN_AND_OUT = {"inputs": ["4\n", "-1", "0"], "outputs": ["8\n", "-2", "0"]}
             {"inputs": [[[3]]], "outputs": [[3]], "fn_name": "f"},
         ),
         ("import sys\nprint('3 4  ')\nsys.exit(0)", {"inputs": [""], "outputs": ["3  4\n\n"]}),
+        ("print(round(1 / 3, 6))", {"inputs": [""], "outputs": ["0.333333333333"]}),
+        ("print([round(1 / 3, 6), 2])", {"inputs": [""], "outputs": ["[0.333333333333, 2]"]}),
+        (
+            "def f(x):\n    return [round(x / 3, 7), 2**100]",
+            {"inputs": [[1]], "outputs": [[1 / 3, 2**100]], "fn_name": "f"},
+        ),
     ],
 )
 def test_code_passes_its_tests(program: str, metadata: dict[str, Any]) -> None:
@@ -89,6 +96,22 @@ def test_code_is_scored_when_worker_files_are_private_to_its_user(
 
 
 @pytest.mark.parametrize(
+    ("program", "metadata"),
+    [
+        ("print(0.34)", {"inputs": [""], "outputs": ["0.333333333333"]}),
+        ("print([0.34, 2])", {"inputs": [""], "outputs": ["[0.333333333333, 2]"]}),
+        ("print(10**30 + 1)", {"inputs": [""], "outputs": [str(10**30)]}),
+        (
+            "def f(x):\n    return [x / 3, 2**100 + 1]",
+            {"inputs": [[1]], "outputs": [[1 / 3, 2**100]], "fn_name": "f"},
+        ),
+    ],
+)
+def test_code_fails_for_another_number(program: str, metadata: dict[str, Any]) -> None:
+    assert score(program, metadata)["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
     "program",
     [
         "def f(x):\n    return x",
@@ -106,6 +129,12 @@ def test_code_that_is_wrong_or_exits_early_gets_zero_reward(program: str) -> Non
         "passed": 0.0,
         "has_code": 1.0,
     }
+
+
+def test_tests_in_a_reference_answer_keep_each_digit() -> None:
+    answer = json.dumps({"inputs": [[1]], "outputs": [2**100], "fn_name": "f"})
+    assert score("def f(x):\n    return x * 2**100", {}, answer=answer)["reward"] == 1.0
+    assert score("def f(x):\n    return 2**100 + 1", {}, answer=answer)["reward"] == 0.0
 
 
 def test_code_reward_is_the_share_of_passed_tests_if_partial_is_set() -> None:

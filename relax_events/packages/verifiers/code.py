@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from decimal import MAX_EMAX, MIN_EMIN, Context
 from typing import Any
 
 from relax_events.api.events import format_json, parse_json
@@ -24,6 +25,24 @@ TEST_SECONDS, MEMORY_BYTES = 4.0, 512 * 1024**2
 TEST_KEYS = ("tests", "test_list", "test")
 SETUP_KEYS = ("test_imports", "test_setup_code")
 DEFINES_CHECK = re.compile(r"^def check\(", re.MULTILINE)
+NUMBER = re.compile(
+    r"(?<![\w.])[+-]?(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][+-]?\d++)?+(?!\w|\.\w)", re.ASCII
+)
+INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+TOLERANCE = "1e-6"
+RESULT_COMPARISON = f"""
+def are_close(result, expected):
+    if isinstance(expected, list) and isinstance(result, list):
+        return len(result) == len(expected) and all(map(are_close, result, expected))
+    if isinstance(expected, dict) and isinstance(result, dict):
+        return result.keys() == expected.keys() and all(
+            are_close(result[key], expected[key]) for key in expected
+        )
+    if result == expected or {{type(result), type(expected)}} not in ({{float}}, {{int, float}}):
+        return result == expected
+    scale = max(1, abs(expected)) if isinstance(expected, float) else 1
+    return abs(result - expected) <= {TOLERANCE} * scale
+"""
 CALLS_CHECK = re.compile(r"^[^#\n]*(?<!def )\bcheck\(", re.MULTILINE)
 NO_TESTS = (
     "the sample has no tests; see metadata.tests (statements, or objects with input and output), "
@@ -96,6 +115,9 @@ def code(
     """Give 1 when the last Python block of the completion passes all tests, else 0; with `partial`
     the share of tests it passes.
 
+    What a program prints is compared token by token: numbers within 1e-6, absolute or relative,
+    also in lists; two integers and all else exactly. Results of `fn_name` are compared alike.
+
     Each test may take `test_seconds` and `memory_bytes`; `reward.timeout_seconds` bounds them all
     together. A program that exceeds a limit, or is killed, is a scoring failure unless
     `limit_reward` gives its reward. The components are `passed`, the share of tests, and
@@ -106,7 +128,8 @@ def code(
     program runs; `allow_unprotected` runs it anyway.
 
     Raises:
-        EnvironmentProblem: There is no such sandbox. RewardError: The program exceeded a limit.
+        EnvironmentProblem: There is no such sandbox.
+        RewardError: The program exceeded a limit.
         ValueError: The sample has no tests.
     """
     tests = _find_tests(metadata, answer)
@@ -207,15 +230,15 @@ def _text(value: Any) -> str:
 
 def _call(name: str, args: Any, result: Any) -> str:
     """Return a program that calls a function, or the method of that name of `Solution`, and
-    compares as JSON would.
+    compares as JSON would, floats with a tolerance.
     """
     arguments = format_json(args if isinstance(args, list) else [args])
     return (
-        "import json, solution\n"
+        f"import json, solution\n{RESULT_COMPARISON}"
         "owner = solution.Solution() if hasattr(solution, 'Solution') else solution\n"
         f"function = getattr(owner, {name!r})\n"
-        f"assert json.loads(json.dumps(function(*json.loads({arguments!r})))) == "
-        f"json.loads({format_json(result)!r})\n"
+        f"result = json.loads(json.dumps(function(*json.loads({arguments!r}))))\n"
+        f"assert are_close(result, json.loads({format_json(result)!r}))\n"
     )
 
 
@@ -246,8 +269,44 @@ def _run(sandbox: Sandbox, test: str | tuple[str, str]) -> Verdict:
     if isinstance(test, str):
         return sandbox.run_with_tests(test)
     verdict, printed = sandbox.run_with_input(test[0])
-    is_right = _lines(printed) == _lines(test[1])
+    is_right = is_same_output(printed, test[1])
     return Verdict.FAILED if verdict is Verdict.PASSED and not is_right else verdict
+
+
+def is_same_output(printed: str, expected: str) -> bool:
+    """Compare what a program printed line by line, and each line token by token.
+
+    Two numbers are the same within 1e-6, absolute or relative to the expected one, also within a
+    list such as `[0.5,1]`. Two integers must have the same digits. A float for an expected integer
+    may differ by 1e-6. All else is compared as text.
+    """
+    printed_lines, expected_lines = _lines(printed), _lines(expected)
+    return [len(line) for line in printed_lines] == [len(line) for line in expected_lines] and all(
+        _is_same_token(token, expected_token)
+        for line, expected_line in zip(printed_lines, expected_lines, strict=True)
+        for token, expected_token in zip(line, expected_line, strict=True)
+    )
+
+
+def _is_same_token(token: str, expected: str) -> bool:
+    return token == expected or (
+        NUMBER.split(token) == NUMBER.split(expected)
+        and all(map(_is_same_number, NUMBER.findall(token), NUMBER.findall(expected)))
+    )
+
+
+def _is_same_number(number: str, expected: str) -> bool:
+    is_integer = INTEGER.fullmatch(expected) is not None
+    if number == expected or (is_integer and INTEGER.fullmatch(number)):
+        return number == expected
+    exact = Context(len(number) + len(expected) + 10, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[])
+    value, expected_value = exact.create_decimal(number), exact.create_decimal(expected)
+    if not (value.is_finite() and expected_value.is_finite()):
+        return False
+    tolerance = exact.create_decimal(TOLERANCE)
+    difference = exact.abs(exact.subtract(value, expected_value))
+    relative = exact.multiply(tolerance, exact.abs(expected_value))
+    return difference <= tolerance or (not is_integer and difference <= relative)
 
 
 def _lines(text: str) -> list[list[str]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from relax_events.packages.verifiers.code import is_same_output
 from relax_events.packages.verifiers.ifeval import ifeval
 from relax_events.packages.verifiers.text_answers import gpqa, gsm8k, multiple_choice
 
@@ -63,4 +64,22 @@ def test_long_hostile_completion_is_read_in_time(
     text = (piece * (NUM_CHARACTERS // len(piece) + 1))[:NUM_CHARACTERS] + "x"
     started = time.process_time()
     reward(text)
+    assert time.process_time() - started < MAX_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("1" * NUM_CHARACTERS + "x", "1" * NUM_CHARACTERS + "y"),
+        ("1" * NUM_CHARACTERS + ".5", "1" * NUM_CHARACTERS),
+        ("0.1 " * (NUM_CHARACTERS // 4), "0.1000001 " * (NUM_CHARACTERS // 4)),
+        ("0.1," * (NUM_CHARACTERS // 4), "0.1000001," * (NUM_CHARACTERS // 4)),
+        ("1e" * (NUM_CHARACTERS // 2), "1e" * (NUM_CHARACTERS // 2) + "1"),
+        ("." * NUM_CHARACTERS, "." * NUM_CHARACTERS + "1"),
+        ("1e" + "9" * NUM_CHARACTERS, "2e" + "9" * NUM_CHARACTERS),
+    ],
+)
+def test_long_hostile_output_is_compared_in_time(printed: str, expected: str) -> None:
+    started = time.process_time()
+    is_same_output(printed, expected)
     assert time.process_time() - started < MAX_SECONDS

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from relax_events.errors import ConfigError
 from relax_events.packages import verifiers
-from relax_events.rewards.registry import load_reward, reward_names
+from relax_events.rewards.registry import describe_reward, load_reward, reward_names
 from relax_events.rewards.scores import Score, parse_score
 
 
@@ -88,6 +89,26 @@ def test_built_in_reward_digest_covers_the_packages_it_depends_on() -> None:
     }
     files = {f"{name}.py": sha256(folder / f"{name}.py") for name in names}
     assert load_reward("ifeval").digest == digest_of("ifeval", files, packages=packages)
+
+
+@pytest.mark.parametrize("name", reward_names())
+def test_each_failure_that_a_page_shows_is_a_whole_sentence(name: str) -> None:
+    for failure in describe_reward(name).failures:
+        assert re.fullmatch(r"[A-Z].*\.", failure), failure
+        assert not re.search(r"  |\b\w+(Error|Problem): ", failure), failure
+
+
+def test_failures_of_a_user_defined_reward_keep_their_further_lines(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def score(completion, *, answer):\n"
+        '    """Score.\n\n    Raises:\n        ValueError: It is too long,\n            or too short.\n'
+        '        KeyError: There is none.\n\n    Source: none.\n    """\n'
+    )
+    assert describe_reward(f"{file}:score").failures == [
+        "It is too long, or too short.",
+        "There is none.",
+    ]
 
 
 def test_reward_registry_lists_its_built_in_functions() -> None:
