@@ -14,7 +14,12 @@ from collections.abc import Sequence
 from datetime import date
 from itertools import pairwise
 
-from relax_events.packages.verifiers.ifbench_words import EDGES, NO_PUNCTUATION, TOKEN, bare_words
+from relax_events.packages.verifiers.ifbench_words import (
+    EDGES,
+    NO_PUNCTUATION,
+    bare_words,
+    read_tokens,
+)
 from relax_events.packages.verifiers.ifeval_instructions import instruction, split_sentences
 
 CLOSING = {")": "(", "]": "[", "}": "{"}
@@ -173,8 +178,9 @@ def format_no_bullets_bullets(response: str) -> bool:
 def format_title_case(response: str) -> bool:
     """Every word begins with a capital."""
     return not any(
-        token[0].islower() and (len(token) == 1 or token[1:].islower() or token[1:].isupper())
-        for token in TOKEN.findall(response)
+        word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
+        for word in read_tokens(response)
+        if word != "n't"
     )
 
 
@@ -206,8 +212,8 @@ def repeat_repeat_simple(response: str) -> bool:
 
 @instruction("repeat:repeat_span")
 def repeat_repeat_span(response: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """It is the request's words from one index up to, not including, another."""
-    return response.lower().split() == prompt_to_repeat.lower().split()[n_start:n_end]
+    """It is the request's words from one index up to another, both included."""
+    return response.lower().split() == prompt_to_repeat.lower().split()[n_start : n_end + 1]
 
 
 @instruction("custom:multiples")
@@ -260,10 +266,10 @@ def custom_character_reverse(response: str) -> bool:
 
 @instruction("custom:sentence_alphabet")
 def custom_sentence_alphabet(response: str) -> bool:
-    """Its 26 sentences begin with a to z in turn."""
-    return (
-        "".join(sentence[0].lower() for sentence in split_sentences(response))
-        == string.ascii_lowercase
+    """Its 26 sentences begin with a to z in turn, marks in front aside."""
+    initials = [sentence.lstrip(EDGES)[:1].lower() for sentence in split_sentences(response)]
+    return "".join(initials) == string.ascii_lowercase and len(initials) == len(
+        string.ascii_lowercase
     )
 
 

@@ -1,13 +1,15 @@
 """IFBench's instructions about words, sentences and their numbers. All are English.
 
-Words are separated by white space and stripped of punctuation; sentences are split as for IFEval.
+Most instructions take words that white space separates, without the marks around them; those about
+positions, pronouns and overlaps take tokens as NLTK makes them. Marks alone are no words. Sentences
+are split as for IFEval.
 Three instructions need knowledge of English: stop words, syllables, parts of speech. The published
 program asks NLTK, which downloads a word list and a tagger's model when it is called. Here the word
 list is part of this file, and the dictionaries come with syllapy and textblob, so nothing is
 downloaded.
 
 Source: Generalizing Verifiable Instruction Following (arXiv 2507.02833), and its published
-definitions.
+definitions as of 2026-09 (allenai/IFBench at 1d62c1d6).
 """
 
 from __future__ import annotations
@@ -26,13 +28,19 @@ from relax_events.packages.verifiers.ifeval_instructions import WORD, instructio
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 EDGES = string.punctuation + " "
-TOKEN = re.compile(r"\w+(?:['-]\w+)*|[^\w\s]")
+CLITIC = re.compile(r"(?<=\w)(n't|'(?:s|m|d|ll|re|ve))\b|(?<=\bcan)(?=not\b)", re.IGNORECASE)
+TOKEN = re.compile(
+    r"'(?:s|m|d|ll|re|ve)\b|\w+(?:(?:['./\\|+=~^-]|[,:](?=\d))\w+)*|\.\.+|--+|[^\w\s]",
+    re.IGNORECASE,
+)
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = frozenset(
     (  # noqa: SIM905 a word a line would be a page
         "i me my mine myself we us our ours ourselves you your yours yourself yourselves he "
-        "him his himself she her hers herself "
-        "it its itself they them their theirs themselves"
+        "him his himself she her hers herself it its itself they them their theirs themselves "
+        "this that these those who whom whose which what whoever whomever whatever whichever "
+        "anybody anyone anything everybody everyone everything nobody nothing somebody someone "
+        "something each either neither both all some any none"
     ).split()
 )
 NAMES = (  # noqa: SIM905
@@ -54,6 +62,23 @@ def bare_words(text: str) -> list[str]:
     return text.lower().translate(NO_PUNCTUATION).split()
 
 
+def split_words(text: str) -> list[str]:
+    """Return what white space separates, without marks around it; marks alone are no word."""
+    return [word for piece in text.split() if (word := piece.strip(EDGES))]
+
+
+def read_tokens(text: str) -> list[str]:
+    """Return words and marks as NLTK does: a contraction such as "don't" is two words, and what
+    hyphens, slashes or points join is one.
+    """
+    return TOKEN.findall(CLITIC.sub(r" \1", text.replace("\u2019", "'")))
+
+
+def read_words(text: str) -> list[str]:
+    """Return the words of `read_tokens` in lowercase; marks are no words."""
+    return [token for token in read_tokens(text.lower()) if any(map(str.isalnum, token))]
+
+
 @instruction("count:word_count_range")
 def count_word_count_range(response: str, *, min_words: int, max_words: int) -> bool:
     """Its number of words is in this range."""
@@ -63,13 +88,13 @@ def count_word_count_range(response: str, *, min_words: int, max_words: int) -> 
 @instruction("count:unique_word_count")
 def count_unique_word_count(response: str, *, N: int) -> bool:  # noqa: N803 the dataset's name
     """At least so many different words occur."""
-    return len({word.strip(EDGES) for word in response.lower().split()}) >= N
+    return len(set(split_words(response.lower()))) >= N
 
 
 @instruction("count:conjunctions")
 def count_conjunctions(response: str, *, small_n: int) -> bool:
     """At least so many of the seven coordinating conjunctions occur."""
-    return len(CONJUNCTIONS & {word.strip(EDGES).lower() for word in response.split()}) >= small_n
+    return len(CONJUNCTIONS & set(split_words(response.lower()))) >= small_n
 
 
 @instruction("count:person_names")
@@ -87,7 +112,7 @@ def count_numbers(response: str, *, N: int) -> bool:  # noqa: N803
 @instruction("count:pronouns")
 def count_pronouns(response: str, *, N: int) -> bool:  # noqa: N803
     """At least so many pronouns occur."""
-    return sum(token in PRONOUNS for token in TOKEN.findall(response.lower())) >= N
+    return sum(word in PRONOUNS for word in read_words(response.replace("/", " "))) >= N
 
 
 @instruction("count:punctuation")
@@ -101,18 +126,18 @@ def count_punctuation(response: str) -> bool:
 @instruction("count:words_japanese")
 def count_words_japanese(response: str, *, N: int) -> bool:  # noqa: N803
     """Every so-manieth word is Japanese, numbers aside."""
-    words = [word.strip(EDGES) for word in response.split()][N - 1 :: N]
-    return all(JAPANESE.search(word) for word in words if word and not word.isdigit())
+    words = split_words(response)[N - 1 :: N]
+    return all(JAPANESE.search(word) for word in words if not word.isdigit())
 
 
 @instruction("count:keywords_multiple")
 def count_keywords_multiple(
     response: str, *, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str
 ) -> bool:
-    """The five keywords occur once, twice, three, five and seven times."""
+    """The five keywords occur once, twice, three, five and seven times as whole words."""
     keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
     return all(
-        response.lower().count(keyword.strip().lower()) == count
+        len(re.findall(rf"\b{re.escape(keyword.strip())}\b", response, re.IGNORECASE)) == count
         for keyword, count in zip(keywords, KEYWORD_COUNTS, strict=True)
     )
 
@@ -135,12 +160,12 @@ def ratio_sentence_balance(response: str) -> bool:
 
 @instruction("ratio:overlap")
 def ratio_overlap(response: str, *, reference_text: str, percentage: int) -> bool:
-    """So much of its different runs of three characters occurs in the reference too, two percent
-    more or less.
+    """So much of its different runs of three words occurs in the reference too, two percent more or
+    less.
     """
     mine, other = (
-        {text[start : start + 3] for start in range(len(text) - 2)}
-        for text in (response, reference_text)
+        set(zip(tokens, tokens[1:], tokens[2:], strict=False))
+        for tokens in map(read_tokens, (response, reference_text))
     )
     return (
         bool(mine)
@@ -150,9 +175,10 @@ def ratio_overlap(response: str, *, reference_text: str, percentage: int) -> boo
 
 @instruction("ratio:sentence_words")
 def ratio_sentence_words(response: str) -> bool:
-    """It has three sentences of the same number of characters."""
-    sentences = split_sentences(response)
-    return len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
+    """It has three sentences of the same number of characters, and no word twice."""
+    sentences, words = split_sentences(response), bare_words(response)
+    is_even = len(sentences) == 3 and len({len(sentence) for sentence in sentences}) == 1
+    return is_even and len(words) == len(set(words))
 
 
 @instruction("words:alphabet")
@@ -176,7 +202,8 @@ def words_vowel(response: str) -> bool:
 @instruction("words:consonants")
 def words_consonants(response: str) -> bool:
     """Every word has two consonants together."""
-    return all(CLUSTER.search(word) for word in response.lower().split())
+    words = split_words(response.lower())
+    return bool(words) and all(CLUSTER.search(word) for word in words)
 
 
 @instruction("words:palindrome")
@@ -227,19 +254,17 @@ def words_no_consecutive(response: str) -> bool:
 
 @instruction("words:words_position")
 def words_words_position(response: str, *, keyword: str) -> bool:
-    """The second word, and the second to last, is this one; a mark of punctuation counts as a
-    word.
-    """
-    tokens = TOKEN.findall(response.lower())
-    return len(tokens) > 1 and tokens[1] == tokens[-2] == keyword.strip().lower()
+    """The second word, and the second to last, is this one; marks are no words."""
+    words = read_words(response)
+    return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
 
 
 @instruction("words:keywords_specific_position")
 def words_keywords_specific_position(response: str, *, keyword: str, n: int, m: int) -> bool:
     """The mth word of the nth sentence is this one."""
     sentences = split_sentences(response)
-    tokens = TOKEN.findall(sentences[n - 1].lower()) if n <= len(sentences) else []
-    return m <= len(tokens) and tokens[m - 1] == keyword.strip().lower()
+    words = read_words(sentences[n - 1]) if n <= len(sentences) else []
+    return m <= len(words) and words[m - 1] == keyword.strip().lower()
 
 
 @instruction("sentence:keyword")
@@ -332,7 +357,7 @@ def words_start_verb(response: str) -> bool:
         (
             tokens
             for sentence in split_sentences(response)
-            if (tokens := [token for token in TOKEN.findall(sentence) if token[0].isalnum()])
+            if (tokens := [token for token in read_tokens(sentence) if token[0].isalnum()])
         ),
         [],
     )

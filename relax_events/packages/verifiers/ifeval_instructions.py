@@ -165,16 +165,15 @@ def length_constraints_nth_paragraph_first_word(
     response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
     """There are so many paragraphs, with an empty line between them, and the nth begins with this
-    word.
+    word, or these words. An empty paragraph is neither counted nor skipped over.
     """
-    paragraphs = response.split("\n\n")
-    if nth_paragraph > len(paragraphs) or not (paragraph := paragraphs[nth_paragraph - 1].strip()):
+    paragraphs = [part for part in response.split("\n\n") if part.strip()]
+    if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
         return False
-    word = paragraph.split()[0].lstrip(FIRST_WORD_EDGES)
-    paragraph_word = re.split(r"[.,?!'\"]", word)[0].lower()
-    return (
-        sum(bool(part.strip()) for part in paragraphs) == num_paragraphs
-        and paragraph_word == first_word.lower()
+    expected = first_word.lower().split()
+    words = paragraphs[nth_paragraph - 1].split()[: max(len(expected), 1)]
+    return [re.split(r"[.,?!'\"]", word.lstrip(FIRST_WORD_EDGES))[0].lower() for word in words] == (
+        expected
     )
 
 

@@ -69,7 +69,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("ratio:sentence_type", {}, "This is so. That is so. Is it?", "This is so. Is it?"),
     ("ratio:sentence_balance", {}, "It is. Is it? It is!", "It is. Is it?"),
-    ("ratio:overlap", {"reference_text": "abcdef", "percentage": 50}, "abcdXY", "abcdef"),
+    ("ratio:overlap", {"reference_text": "a b c d", "percentage": 50}, "a b c x", "a b c d"),
     (
         "ratio:stop_words",
         {"percentage": 50.0},
@@ -91,7 +91,12 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("words:last_first", {}, "He saw rain. Rain fell.", "He saw rain. It fell."),
     ("words:paragraph_last_first", {}, "Rain is only rain.\nso it is so", "Rain is wet."),
     ("words:no_consecutive", {}, "one two one", "two three"),
-    ("words:words_position", {"keyword": "rain"}, "The rain was only rain.", "The rain was wet."),
+    (
+        "words:words_position",
+        {"keyword": "rain"},
+        "The rain was only rain again.",
+        "The rain was only rain.",
+    ),
     (
         "words:keywords_specific_position",
         {"keyword": "rain", "n": 2, "m": 3},
@@ -143,8 +148,8 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "repeat:repeat_span",
         {"prompt_to_repeat": "a b c d e", "n_start": 1, "n_end": 3},
-        "b c",
         "b c d",
+        "b c",
     ),
     ("custom:multiples", {}, "14, 21, 28,35, 42 and 49", "7, 14, 21"),
     ("custom:mcq_count_length", {}, QUESTIONS, f"Here they are:\n{QUESTIONS}"),
@@ -181,6 +186,72 @@ def test_instruction_accepts_only_a_response_that_follows_it(
 ) -> None:
     assert follow(good, name, kwargs) == 1.0
     assert follow(bad, name, kwargs) == 0.0
+
+
+REPAIRED: list[tuple[str, dict[str, Any], str, float]] = [
+    (
+        "words:keywords_specific_position",
+        {"keyword": "target", "n": 1, "m": 3},
+        "alpha, beta target gamma.",
+        1.0,
+    ),
+    (
+        "words:words_position",
+        {"keyword": "whisper"},
+        "The whisper was only a faint whisper indeed.",
+        1.0,
+    ),
+    ("words:words_position", {"keyword": "whisper"}, "The whisper was only a faint whisper.", 0.0),
+    ("words:words_position", {"keyword": "whisper"}, "No.", 0.0),
+    ("words:words_position", {"keyword": "so"}, "It (so) ends: so it", 1.0),
+    ("words:words_position", {"keyword": "so"}, '"It, so," he says - so it.', 1.0),
+    (
+        "count:keywords_multiple",
+        KEYWORDS,
+        "ant " + "beehive bee " * 2 + "cat " * 3 + "dog " * 5 + "elk " * 7,
+        1.0,
+    ),
+    (
+        "count:keywords_multiple",
+        KEYWORDS,
+        "ant " + "bee " * 2 + "cat " * 3 + "dog " * 5 + "elks " * 7,
+        0.0,
+    ),
+    ("count:pronouns", {"N": 3}, "They're sure that everyone left.", 1.0),
+    ("count:pronouns", {"N": 4}, "They're sure that everyone left.", 0.0),
+    ("count:pronouns", {"N": 3}, "she/her/hers", 1.0),
+    ("ratio:sentence_words", {}, "Cat. Cat. Cat.", 0.0),
+    ("ratio:sentence_words", {}, "Cats run. Dogs sit. Cats eat.", 0.0),
+    ("custom:sentence_alphabet", {}, ALPHABET.replace("And", '"And'), 1.0),
+    ("custom:sentence_alphabet", {}, ALPHABET.replace("Cnd", "(Cnd"), 1.0),
+    (
+        "ratio:overlap",
+        {"reference_text": "one two three four", "percentage": 100},
+        "one two three",
+        1.0,
+    ),
+    ("ratio:overlap", {"reference_text": "threefold", "percentage": 100}, "three", 0.0),
+    ("repeat:repeat_span", {"prompt_to_repeat": "a b c", "n_start": 0, "n_end": 0}, "a", 1.0),
+    ("repeat:repeat_span", {"prompt_to_repeat": "a b c", "n_start": 0, "n_end": 0}, "", 0.0),
+    ("format:title_case", {}, "Don't Stop", 1.0),
+]
+"""Verdicts of the published program as repaired from 2026-04 on, worked out by hand."""
+
+
+MARKS: list[tuple[str, dict[str, Any], str, float]] = [
+    ("count:unique_word_count", {"N": 3}, "one - two", 0.0),
+    ("count:words_japanese", {"N": 2}, "one - \u732b two \u72ac", 1.0),
+    ("words:consonants", {}, "Bright stars - glint", 1.0),
+    ("count:conjunctions", {"small_n": 2}, "and - And, & but.", 1.0),
+]
+"""Marks alone are no words, here where the published program still counts them."""
+
+
+@pytest.mark.parametrize(("name", "kwargs", "response", "reward"), [*REPAIRED, *MARKS])
+def test_instruction_follows_the_repaired_program(
+    name: str, kwargs: dict[str, Any], response: str, reward: float
+) -> None:
+    assert follow(response, name, kwargs) == reward
 
 
 def test_all_58_instructions_are_covered() -> None:
