@@ -5,6 +5,7 @@ x lead-in x language x tail.
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +43,7 @@ LEADS = {
     "Spanish": ["La respuesta es {}", "Respuesta: {}", "La respuesta correcta es la opción {}"],
     "Portuguese": ["A resposta é {}", "A alternativa correta é a {}"],
     "Italian": ["La risposta è {}", "La risposta corretta è la {}"],
-    "Russian": ["Ответ: {}", "Правильный ответ — {}"],
+    "Russian": ["Ответ: {}", "Правильный ответ \u2014 {}"],
 }
 WITHOUT_LEAD = ["{}", "Option {}", "{} is correct", "{} is the right answer", "选项{}正确"]
 TAILS = ["", ".", "\n", ".\n\nThis follows from its mass.", ", because the others are too light."]
@@ -245,3 +246,238 @@ def test_multiple_choice_reads_the_letter_in_its_tag_in_each_form(
     assert [
         multiple_choice(completion, answer=other, metadata={}, prompt="") for other in "ABCD"
     ] == [float(other == letter) for other in "ABCD"], completion
+
+
+THOUGHTS = [
+    "Option {0} would give 3 J, which is too low.",
+    "({0}) is tempting but violates conservation of energy.",
+    "{0} and {1} can be ruled out.",
+    "The field is about B = 3 T.",
+    "Let me consider each option.",
+    "**Option {0}**: this requires a mass above 8.",
+    "- {0}: too small\n- {1}: too large",
+    "If {0} were right, the mass would be negative.",
+    "Is it {0}? No, since the spin must be integer.",
+    "Could it be {0}? The parity is wrong.",
+    "I know that A star emits light.",
+    "{0} seems plausible at first, but the units do not match.",
+    "Choice {0} is incorrect because of the sign.",
+    "At point A the force vanishes, and at point B it is maximal.",
+    "The answer is not {0}, as shown above.",
+    "We need to find which of A, B, C, D holds.",
+    "First, I calculate the energy: E = mc^2.",
+    "Vitamin C is not involved.",
+    "Perhaps {0}? It has the wrong sign.",
+    "{0} might look right, but it fails the test.",
+    "A careful analysis shows it.",
+    "Options:\nA) one\nB) two\nC) three\nD) four",
+    "Statement {0} is true but irrelevant.",
+    "The ratio A/B is 2.",
+    "Initially I thought the answer was {0}.",
+    "So the answer is {0}? Let me check again. The mass is off.",
+]
+ENDS = [
+    "The answer is {}.",
+    "Answer: {}",
+    "**Answer: {}**",
+    "\\boxed{{{}}}",
+    "Therefore, the correct answer is **({})**.",
+    "So the correct option is {}.",
+    "Final answer: **{}**",
+    "<answer>{}</answer>",
+    "The correct answer is ({}) a thing.",
+    "### Answer\n**{}**",
+    "{}",
+    "**{}**",
+    "Option {} is correct.",
+    "Thus the answer must be {}.",
+]
+REMARKS = [
+    "",
+    "\n",
+    "\n\nThe other options are wrong because they ignore the spin.",
+    " Option {0} ignores the spin, and {1} the mass.",
+    " The other choices ({0}, {1}) are too small.",
+    " This rules out {0} and {1}.",
+    " Unlike {0}, it conserves energy.",
+    " A higher mass would be unstable.",
+    " I hope this helps!",
+    " (Not {0}.)",
+    " {0} would only be right at T = 0.",
+]
+
+
+@settings(max_examples=400)
+@given(
+    st.permutations("ABCD"),
+    st.lists(st.sampled_from(THOUGHTS), max_size=6),
+    st.lists(st.permutations([1, 2, 3]), min_size=7, max_size=7),
+    st.sampled_from(ENDS),
+    st.sampled_from(REMARKS),
+    st.sampled_from([" ", "\n"]),
+)
+def test_the_choice_of_a_long_answer_is_its_conclusion(
+    labels: list[str],
+    thoughts: list[str],
+    orders: list[list[int]],
+    end: str,
+    remark: str,
+    separator: str,
+) -> None:
+    """Thoughts and remarks name the other choices, deny them and ask whether they are right."""
+    spoken = [
+        text.format(*(labels[index] for index in order))
+        for text, order in zip([*thoughts, remark], orders, strict=False)
+    ]
+    if remark and end in ("{}", "**{}**", "### Answer\n**{}**"):
+        spoken[-1] = "\n\n" + spoken[-1].strip()
+    elif remark.startswith(" ") and end.endswith("}"):
+        spoken[-1] = "." + spoken[-1]
+    completion = f"{separator.join(spoken[:-1])}\n{end.format(labels[0])}{spoken[-1]}"
+    assert [score(completion, other) for other in "ABCD"] == [
+        float(other == labels[0]) for other in "ABCD"
+    ], completion
+
+
+PUBLISHED_RULE = re.compile(r"answer[ \t]*:[ \t]*\$?([A-D])\$?", re.IGNORECASE)
+"""What simple-evals takes for the answer: the first letter behind "Answer:"."""
+
+
+PUBLISHED_LEADS = [lead for lead in ALL_LEADS if PUBLISHED_RULE.search(lead.format("A"))]
+
+
+@given(
+    st.sampled_from("ABCDabcd"),
+    st.sampled_from(["{}", "${}$", "{})", "{}.", "{}**"]),
+    st.sampled_from(PUBLISHED_LEADS),
+    st.sampled_from(TAILS),
+)
+def test_a_letter_that_the_published_rule_reads_is_read_alike(
+    letter: str, form: str, lead: str, tail: str
+) -> None:
+    completion = lead.format(form.format(letter)) + tail
+    published = PUBLISHED_RULE.search(completion)
+    assert published is not None
+    assert score(completion, published[1].upper()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "published", "letter"),
+    [
+        ("Answer: A, B", "A", None),  # a list
+        ("Answer: A or B", "A", None),
+        ("Answer: A star", "A", None),  # an article
+        ("Answer: Because it is hot, (C)", "B", "C"),  # the first letter of a word
+        ("Answer: A\nWait. Answer: B", "A", "B"),  # the first, not the last
+        ("Answer: A? No. The answer is C.", "A", "C"),
+        ("The answer is (C)", None, "C"),  # another lead-in
+    ],
+)
+def test_differences_from_the_published_rule_have_a_reason(
+    completion: str, published: str | None, letter: str | None
+) -> None:
+    match = PUBLISHED_RULE.search(completion)
+    assert (match and match[1].upper()) == published
+    assert [score(completion, other) for other in "ABCD"] == [
+        float(other == letter) for other in "ABCD"
+    ]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "**Answer:** The correct option is (C), because it is heavy.",
+        "Answer: The correct answer is C",
+        "The answer is therefore clearly C",
+        "Correct Answer: C) a black hole",
+        "C: a black hole",
+        "(C) a black hole",
+        "Answer\n\nC) a black hole",
+        "My final answer is: **C**\n\n---",
+        "The answer is\n\n$$\\boxed{C}$$",
+        "$$\\boxed{\\text{C}}$$\n",
+        "Choice (C) is the best answer.",
+        "It must be C",
+        "I'm going with C.",
+        "Definitely C.",
+        "Obviously C",
+        "Probably C.",
+        "I believe C.",
+        "I say C.",
+        "I think C",
+        "Let me go with option C",
+        "Correct: C",
+        "Ans: C",
+        "Solution: C",
+        "Result: C",
+        "-> C",
+        "Therefore C",
+        "[C]",
+        "C!",
+        "The answer is C)",
+        "The answer is option c",
+        "The letter is C",
+        "I select choice **C**.",
+        "The most likely answer is C.",
+        "The answer to the above question is C",
+        "Among the options, C is the correct one.",
+        "Thus C is the correct choice.",
+        "Only C is correct.",
+        "C is right",
+        "Only option C satisfies all constraints.",
+        "the correct statement is (C)",
+        "So my answer is C. Thank you!",
+        "<answer>C</answer>\n",
+        "<answer>\nC\n</answer>",
+        "<answer> (C) a black hole</answer>",
+        "<final>C</final>",
+        "Answer: $C$",
+        "Answer: $\\text{C}$",
+        "Answer: \\boxed{C}",
+        "Answer: (C). The black hole",
+        "**C) a black hole**",
+        "The correct answer is: \n\n**C. a black hole**",
+        "选C",
+        "应该选C。",
+        "答案\uff1a**C**",
+        "本题选择C选项",
+        "故答案为\uff1aC",
+        "正确的是C",
+        "正确的选项是\uff08C\uff09",
+        "所以答案是\uff1a(C) 黑洞",
+        "C。",
+        "C是正确答案",
+        "Die richtige Antwort ist C.",
+        "Richtig ist C",
+        "C ist richtig.",
+        "La bonne réponse est la C",
+        "C est la bonne réponse",
+        "La opción correcta es C",
+        "Правильный вариант: C",
+        "I'd answer C",
+        "I will answer with C.",
+        "Answer with C",
+        "[[C]]",
+        "Answer:C",
+        "answer=C",
+        "ANSWER IS C",
+        "The answer is 'C'",
+        'The answer is "C".',
+        "Answer: C / a black hole",
+        "Answer: C - a black hole",
+        "Answer: C \u2014 a black hole",
+        "Answer: C, a black hole",
+        "Answer: C (a black hole)",
+        "Answer: C a black hole",
+        "The answer is C as A is wrong",
+        "The correct answer is C, not A or B",
+        "Options A, B, and D are incorrect, leaving C.",
+        "That leaves C",
+        "That leaves us with C.",
+        "This corresponds to option C.",
+        "which matches choice C.",
+        "This matches option (C).",
+    ],
+)
+def test_a_written_statement_chooses_c(completion: str) -> None:
+    assert [score(completion, other) for other in "ABCD"] == [0.0, 0.0, 1.0, 0.0]

@@ -27,6 +27,7 @@ from relax_events.packages.verifiers.choice_words import (
     CJK_LEAD,
     CJK_RIGHT,
     DOUBTFUL,
+    ENDS_OF_CALLS,
     NO_NOUNS,
     NO_VERBS_OF_I,
     OR,
@@ -170,12 +171,13 @@ class _Reading:
 
     def _choose(self, lists: Sequence[LabelList]) -> LabelList | None:
         stated = [one for one in lists if one.standing is Standing.STATED]
+        lines = [one for one in lists if one.starts_line and one.standing not in NO_ANSWERS]
+        alone = [one for one in lines if one.is_line]
+        is_last_line = bool(alone) and alone[-1].last + 2 >= len(self._tokens)
+        if len(alone) == 1 and (is_last_line or not stated):
+            return alone[0]
         if stated:
             return stated[-1]
-        lines = [one for one in lists if one.starts_line and one.standing not in NO_ANSWERS]
-        is_last_line = bool(lines) and lines[-1].last + 2 >= len(self._tokens)
-        if is_last_line and lines[-1].is_line and not any(one.is_line for one in lines[:-1]):
-            return lines[-1]
         called_right = [one for one in lists if one.standing is Standing.CALLED_RIGHT]
         set_apart = [one for one in lists if one.is_marked and one.standing is Standing.MENTIONED]
         for candidates in (called_right, lines, set_apart):
@@ -314,8 +316,12 @@ class _Reading:
     def _read_before(self, first: int, last: int) -> Standing:
         """Return what the words before a list say, from the nearest on."""
         has_copula = has_comma = is_hedged = False
+        if self._is_opinion(first, last):
+            return Standing.CALLED_RIGHT
         for index in range(first - 1, max(first - 1 - MAX_STEPS, -1), -1):
             token = self._tokens[index]
+            if len(token.text) == 1 and self._label_at(index):
+                break
             match token.kind, token.role:
                 case ("box" | "tag", _):
                     return Standing.HEDGED if is_hedged else Standing.STATED
@@ -342,17 +348,26 @@ class _Reading:
                     has_copula = True
                 case (_, Role.LEAD):
                     return self._read_clause(index, is_hedged=is_hedged)
-                case (_, Role.NAMED) if has_copula:
+                case (_, Role.NAMED | Role.RIGHT) if has_copula:
                     return self._read_clause(index, is_hedged=is_hedged)
                 case (_, Role.CONTRAST) if index - self._denied_until <= 2:
                     return Standing.STATED
                 case (_, Role.CONCLUSION) if self._ends_clause(last):
                     return Standing.HEDGED if is_hedged else Standing.STATED
-                case (_, Role.NAMED | Role.CONCLUSION | Role.MODAL | Role.FILLER):
+                case (_, Role.NAMED | Role.CONCLUSION | Role.MODAL | Role.OPINION | Role.FILLER):
                     pass
                 case _:
                     break
         return Standing.HEDGED if is_hedged else Standing.MENTIONED
+
+    def _is_opinion(self, first: int, last: int) -> bool:
+        """Tell whether a clause says what its author thinks, and then a list, and no more."""
+        start = first
+        while start > 0 and self._tokens[start - 1].role in (Role.OPINION, Role.MODAL):
+            start -= 1
+        ends = last + 1 == len(self._tokens) or self._tokens[last + 1].kind in ("stop", "newline")
+        begins = start == 0 or self._tokens[start - 1].kind in ("stop", "comma", "newline")
+        return start < first and begins and ends
 
     def _read_clause(self, lead: int, *, is_hedged: bool) -> Standing:
         """Return what the clause before a lead-in makes of it."""
@@ -379,12 +394,21 @@ class _Reading:
             if word in CALLS_WRONG or word.endswith("n't"):
                 return Standing.DENIED
             is_hedged |= token.role is Role.HEDGE or word in DOUBTFUL
-            if word in CALLS_RIGHT:
+            if word in CALLS_RIGHT and self._ends_call(last + 1 + index):
                 return Standing.HEDGED if is_hedged else Standing.CALLED_RIGHT
         return Standing.MENTIONED
 
+    def _ends_call(self, index: int) -> bool:
+        """Tell "is right" and "is right because" from "is right about something"."""
+        following = self._tokens[index + 1 : index + 2]
+        return not following or (
+            following[0].kind != "word"
+            or following[0].role in (Role.NAMED, Role.LEAD)
+            or following[0].text.lower() in ENDS_OF_CALLS
+        )
 
-SKIPPED_IN_LISTS = (Role.NAMED, Role.HEDGE, Role.FILLER)
+
+SKIPPED_IN_LISTS = (Role.NAMED, Role.HEDGE, Role.OPINION, Role.FILLER)
 VERBS = (Role.COPULA, Role.MODAL, Role.HEDGE)
 
 

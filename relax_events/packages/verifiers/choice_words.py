@@ -21,22 +21,24 @@ class Role(Enum):
     DENIAL = "is not"
     WRONG = "is wrong"
     RIGHT = "is right"
-    CONDITION = "if it is"
+    CONDITION = "if it is, or was thought to be"
     CONTRAST = "is, in contrast to one before it that is not"
     JOIN = "and"
+    OPINION = "the text answers, if nothing else is in the clause"
     FILLER = "says nothing"
 
 
 WORDS: dict[Role, str] = {
     Role.LEAD: """
         answer answers answered ans final_answer choose chooses chose chosen choosing pick picks
-        picked picking select selects selected selecting go going conclude it's that's
+        picked picking select selects selected selecting go going conclude leaves
+        leaving it's that's
         antwort wähle réponse reponse choisis respuesta elijo escojo resposta escolho risposta
         scelgo ответ выбираю""",
     Role.NAMED: """
-        option choice letter selection response solution correct right best it that this final one
-        statement verdict lösung richtig richtige bonne correcte correcta correta corretta opción
-        opção opzione alternativa alternative scelta вариант верный правильный""",
+        option choice letter selection response solution result correct right best it that this
+        final one statement verdict lösung richtig richtige bonne correcte correcta correta corretta
+        opción opção opzione alternativa alternative scelta вариант верный правильный""",
     Role.CONCLUSION: "therefore thus hence so consequently donc daher entonces portanto quindi",
     Role.COPULA: "is are was were be being remains lautet ist est es é è",
     Role.MODAL: "must should would will can seem seems looks appears",
@@ -51,21 +53,49 @@ WORDS: dict[Role, str] = {
         wrong incorrect false invalid impossible falsch fausse falsa incorrecta incorreta errada
         неверно""",
     Role.RIGHT: """
-        true accurate appropriate suitable possible plausible richtig vraie верно""",
-    Role.CONDITION: "if whether unless suppose supposing assume assuming wenn ob si se если",
+        accurate appropriate suitable possible plausible""",
+    Role.CONDITION: """
+        if whether unless suppose supposing assume assuming assumed thought guessed initially wenn
+        ob si se если""",
     Role.CONTRAST: "but sondern mais sino ma mas",
     Role.JOIN: "and und et y e и",
+    Role.OPINION: """
+        i i'd i'll we we'd think believe say guess clearly definitely obviously probably surely
+        certainly likely indeed""",
     Role.FILLER: """
-        the a an my our your to for of question problem above then than clearly definitely indeed
-        simply just only most likely probably surely certainly obviously actually completely also i
-        i'd i'll we we'd think believe say guess with out number das der die la le el da
-        di это""",
+        the a an my our your to for of question problem above then than simply just only most
+        actually completely also with out number das der die la le el da di это""",
 }
 ROLES = {word: role for role, words in WORDS.items() for word in words.split()}
 CALLS_RIGHT = {*WORDS[Role.RIGHT].split(), "correct", "right", "best", "answer", "correcte"}
-CALLS_RIGHT |= {"choice", "solution", "correcta", "correta", "corretta", "правильный", "верный"}
+CALLS_RIGHT |= {
+    "richtig",
+    "richtige",
+    "bonne",
+    "верно",
+    "choice",
+    "solution",
+    "correcta",
+    "correta",
+    "corretta",
+    "правильный",
+    "верный",
+}
 CALLS_WRONG = {*WORDS[Role.WRONG].split(), "not", "never", "cannot", "unlikely", "nicht", "pas"}
 CALLS_WRONG |= {"eliminated", "excluded", "ruled", "rejected", "não", "non", "не"}
+ENDS_OF_CALLS = {
+    "because",
+    "since",
+    "as",
+    "and",
+    "so",
+    "here",
+    "then",
+    "while",
+    "whereas",
+    "or",
+    "but",
+}
 OR = {"or", "nor", "oder", "ou", "o", "или"}
 DOUBTFUL = {"possible", "plausible"}
 NO_NOUN_WORDS = """
