@@ -105,7 +105,7 @@ ARTICLE_AND_PRONOUN = [
 
 
 @pytest.mark.parametrize("completion", ARTICLE_AND_PRONOUN)
-def test_article_and_pronoun_are_no_letters(completion: str) -> None:
+def test_article_and_pronoun_are_no_choice(completion: str) -> None:
     assert {
         score(completion, letter, choices=choices)
         for letter in "ABCDI"

@@ -38,10 +38,11 @@ PRONOUNS = frozenset(
     (  # noqa: SIM905 a word a line would be a page
         "i me my mine myself we us our ours ourselves you your yours yourself yourselves he "
         "him his himself she her hers herself it its itself they them their theirs themselves "
-        "this that these those who whom whose which what whoever whomever whatever whichever "
-        "anybody anyone anything everybody everyone everything nobody nothing somebody someone "
-        "something each either neither both all some any none"
+        "this that these those who whom whose which what each either neither both all some any "
+        "none anyone everyone someone"
     ).split()
+    + [f"{word}ever" for word in ("who", "whom", "what", "which")]
+    + [f"{word}{end}" for word in ("any", "every", "no", "some") for end in ("body", "thing")]
 )
 NAMES = (  # noqa: SIM905
     "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte "
