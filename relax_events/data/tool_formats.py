@@ -9,7 +9,8 @@
     deepseek      <｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
 
 The format is the one whose marks the chat template has. A value of `qwen3_coder` and `glm` is text;
-the tool's schema says whether it is JSON.
+the tool's schema says whether it is JSON. Objects have their arguments under `arguments` or
+`parameters`, and may stand inside of `function`, as in OpenAI's form, or in a list.
 """
 # ruff: noqa: RUF001, RUF002 - the tags of DeepSeek have a wide bar
 
@@ -20,14 +21,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from types import NoneType
+from typing import Any, NoReturn
 
-from relax_events.events.json_text import parse_json
+from relax_events.events.json_text import TOO_DEEP, decode_json, parse_json
 
 Call = tuple[str, Mapping[str, Any]]
 """A tool's name, and its arguments."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """The schemas of the arguments by tool."""
+ARGUMENT_KEYS = ("arguments", "parameters")
+CALL_KEYS = frozenset({"name", "id", "type", *ARGUMENT_KEYS})
+ARGUMENTS_MISSING = "arguments_missing"
+KINDS: Mapping[Any, type | tuple[type, ...]] = {
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "array": list,
+    "object": dict,
+    "null": NoneType,
+}
+"""The types of JSON by their names in schemas; a bool is an int in Python, so it comes first."""
+UNLIKE_TEXT = frozenset({"array", "object", "null"})
+"""Kinds whose JSON is hardly ever meant as text; a number beside text is left as text."""
+PYTHON_VALUES = {"True": True, "False": False, "None": None}
+MAX_SCHEMA_DEPTH = 16
 NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that ids of tool calls may not have in every dialect."""
 
@@ -79,32 +98,81 @@ class ToolFormat:
 def index_schemas(tools: str) -> Schemas:
     """Return the schemas of the arguments of tools, a JSON list, by name."""
     functions = [tool.get("function") or tool for tool in parse_json(tools or "[]")]
-    return {str(one["name"]): one.get("parameters") or {} for one in functions if "name" in one}
+    return {
+        str(one["name"]): schema if isinstance(schema := one.get("parameters"), dict) else {}
+        for one in functions
+        if "name" in one
+    }
+
+
+def require_arguments(call: Call, schemas: Schemas) -> None:
+    """Refuse a call without the arguments that its tool requires.
+
+    Raises:
+        MalformedCall: One is missing.
+    """
+    name, arguments = call
+    required = schemas.get(name, {}).get("required")
+    if isinstance(required, list) and not all(key in arguments for key in required):
+        raise MalformedCall(ARGUMENTS_MISSING)
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON.
+    """Parse JSON; integers of any size are exact.
 
     Raises:
-        MalformedCall: It is none.
+        MalformedCall: It is none, is nested too deep, or an object has a key twice.
     """
     try:
-        return parse_json(text)
-    except ValueError:
-        raise MalformedCall("not_json") from None
+        return decode_json(text, parse_constant=_refuse_constant, object_pairs_hook=_build_object)
+    except ValueError as error:
+        is_deep = str(error) == TOO_DEEP
+        raise MalformedCall("nested_too_deep" if is_deep else "not_json") from None
 
 
-def _named(call: Any, *, key: str) -> Call:
-    """Return a call of the form {"name": ..., key: {...}}."""
-    if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not name:
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+def _build_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        raise MalformedCall("key_twice")
+    return value
+
+
+def _read_call(call: Any) -> Call:
+    """Return a call of the form {"name": ..., "arguments": {...}}."""
+    call = _unwrap(call)
+    if not isinstance(name := call.get("name"), str) or not name:
         raise MalformedCall("no_name")
-    if not isinstance(arguments := call.get(key, {}), dict):
+    present = [key for key in ARGUMENT_KEYS if key in call]
+    if len(present) > 1:
+        raise MalformedCall("arguments_twice")
+    if not present and call.keys() - CALL_KEYS:
+        raise MalformedCall(ARGUMENTS_MISSING)
+    arguments = call[present[0]] if present else None
+    if not isinstance(arguments, dict | None):
         raise MalformedCall("arguments_no_object")
-    return name, arguments
+    return name, arguments or {}
+
+
+def _unwrap(call: Any) -> dict[str, Any]:
+    """Return the object that has the name: the one in `function`, in OpenAI's form."""
+    if not isinstance(call, dict):
+        raise MalformedCall("no_name")
+    function = call.get("function")
+    return function if isinstance(function, dict) and "name" not in call else call
+
+
+def _read_calls(value: Any) -> list[Call]:
+    """Return the calls of an object, or of a list of objects."""
+    if not (calls := value if isinstance(value, list) else [value]):
+        raise MalformedCall("no_name")
+    return [_read_call(call) for call in calls]
 
 
 def _read_hermes(text: str, schemas: Schemas) -> list[Call]:
-    return [_named(read_json(text), key="arguments")]
+    return _read_calls(read_json(text))
 
 
 FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*)</function>\Z", re.DOTALL)
@@ -128,28 +196,75 @@ def _read_glm(text: str, schemas: Schemas) -> list[Call]:
 
 def _read_pairs(pattern: re.Pattern[str], text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys with their values, and refuse a text that has something else."""
-    arguments, end = {}, 0
+    arguments, end = dict[str, Any](), 0
     for pair in pattern.finditer(text):
         if text[end : pair.start()].strip():
             break
-        key = pair.group(1).strip()
-        arguments[key] = _typed(pair.group(2), (schema.get("properties") or {}).get(key))
+        if (key := pair.group(1).strip()) in arguments:
+            raise MalformedCall("key_twice")
+        arguments[key] = _typed(pair.group(2), _list_kinds(_find_property(schema, key), schema))
         end = pair.end()
     if text[end:].strip():
         raise MalformedCall("broken_argument")
     return arguments
 
 
-def _typed(value: str, schema: Any) -> Any:
-    """Return a value as its schema says: text, or the JSON that it is; text if it is none."""
-    kinds = schema.get("type", ()) if isinstance(schema, Mapping) else ()
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    if not kinds or "string" in kinds:
+def _find_property(schema: Mapping[str, Any], key: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, Mapping) else None
+
+
+def _list_kinds(schema: Any, root: Mapping[str, Any], *, depth: int = 0) -> set[str]:
+    """Return the JSON types that a schema allows, as far as it names them.
+
+    Args:
+        schema: Of a value.
+        root: The schema that its references point into.
+        depth: How many schemas it stands in; references may be circular.
+    """
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
+        return set()
+    names = schema.get("type")
+    kinds = set(filter(KINDS.__contains__, names if isinstance(names, list) else [names]))
+    kinds |= {_name_kind(value) for value in [*_get_list(schema, "enum"), *_list_const(schema)]}
+    parts = [part for key in ("anyOf", "oneOf", "allOf") for part in _get_list(schema, key)]
+    parts.append(_follow(schema.get("$ref"), root))
+    return kinds.union(*(_list_kinds(part, root, depth=depth + 1) for part in parts))
+
+
+def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    return values if isinstance(values := schema.get(key), list) else []
+
+
+def _list_const(schema: Mapping[str, Any]) -> list[Any]:
+    return [schema["const"]] if "const" in schema else []
+
+
+def _follow(reference: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a reference like `#/$defs/Point` points at; None if there is no such thing."""
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return None
+    target: Any = root
+    for name in reference[2:].split("/"):
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
+
+
+def _name_kind(value: Any) -> str:
+    return next((name for name, types in KINDS.items() if isinstance(value, types)), "number")
+
+
+def _typed(value: str, kinds: set[str]) -> Any:
+    """Return a value as one of its kinds: text, or the JSON that it is; text if it is none."""
+    if not kinds - {"string"}:
         return value
     try:
-        return parse_json(value)
-    except ValueError:
-        return {"True": True, "False": False, "None": None}.get(value.strip(), value)
+        parsed = read_json(value)
+    except MalformedCall:
+        parsed = PYTHON_VALUES.get(value.strip(), value)
+    if "string" in kinds and _name_kind(parsed) not in kinds & UNLIKE_TEXT:
+        return value
+    return parsed
 
 
 def _read_llama3(text: str, schemas: Schemas) -> list[Call]:
@@ -157,33 +272,31 @@ def _read_llama3(text: str, schemas: Schemas) -> list[Call]:
     is_tagged = text.startswith(PYTHON_TAG)
     try:
         values = _read_values(text.removeprefix(PYTHON_TAG))
-        calls = [_named(value, key="parameters") for value in values]
+        names = [_unwrap(value).get("name") for value in values]
     except MalformedCall:
         if is_tagged:
             raise
         raise NoCall from None
-    if not is_tagged and any(name not in schemas for name, _ in calls):
+    if not is_tagged and not all(isinstance(name, str) and name in schemas for name in names):
         raise NoCall
-    return calls
+    return _read_calls(values)
 
 
 def _read_values(text: str) -> list[Any]:
-    """Return JSON objects with semicolons between them."""
-    try:
-        return [parse_json(text)]
-    except ValueError:
-        pieces, values = text.split(";"), []
-    begun = ""
-    for piece in pieces:
+    """Return JSON objects with semicolons between them, or those of one list."""
+    values, begun = list[Any](), ""
+    for piece in text.split(";"):
         begun += piece
         try:
-            values.append(parse_json(begun))
+            values.append(read_json(begun))
             begun = ""
-        except ValueError:
+        except MalformedCall as error:
+            if str(error) != "not_json":
+                raise
             begun += ";"
-    if begun.strip("; \n"):
+    if begun.strip("; \n") or not values:
         raise MalformedCall("not_json")
-    return values
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
 
 
 MISTRAL_CALL = re.compile(
@@ -193,11 +306,10 @@ MISTRAL_CALL = re.compile(
 
 def _read_mistral(text: str, schemas: Schemas) -> list[Call]:
     if text.lstrip().startswith("["):
-        calls = read_json(text)
-        return [_named(call, key="arguments") for call in calls]
+        return _read_calls(read_json(text))
     if (match := MISTRAL_CALL.match(text)) is None:
         raise MalformedCall("no_name")
-    return [_named({"name": match[1], "arguments": read_json(match[2])}, key="arguments")]
+    return [_read_call({"name": match[1], "arguments": read_json(match[2])})]
 
 
 FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
@@ -211,7 +323,7 @@ def _read_deepseek(text: str, schemas: Schemas) -> list[Call]:
         head, _, rest = rest.partition("\n")
     fenced = FENCE.match(rest.strip())
     arguments = read_json(fenced[1] if fenced else rest)
-    return [_named({"name": head.strip(), "arguments": arguments}, key="arguments")]
+    return [_read_call({"name": head.strip(), "arguments": arguments})]
 
 
 PYTHON_TAG = "<|python_tag|>"

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from relax_events.api.events import format_json
-from relax_events.data.tool_formats import Call, MalformedCall, NoCall, ToolFormat, index_schemas
+from relax_events.data.tool_formats import (
+    Call,
+    MalformedCall,
+    NoCall,
+    Schemas,
+    ToolFormat,
+    index_schemas,
+    require_arguments,
+)
 
 THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 UNCLOSED = "unclosed"
+MAX_DEPTH = 200
+"""Levels of arguments; what prints answers and prompts ends at 254."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,8 @@ def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply
     def take(match: re.Match[str]) -> str:
         nonlocal num_left
         try:
-            calls.extend([_written(call) for call in style.read(match.group(1), schemas)])
+            read = style.read(match.group(1), schemas)
+            calls.extend([_write_call(call, schemas) for call in read])
         except NoCall:
             return match.group(0)
         except MalformedCall as error:
@@ -70,9 +82,29 @@ def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply
     )
 
 
-def _written(call: Call) -> tuple[str, str]:
+def _write_call(call: Call, schemas: Schemas) -> tuple[str, str]:
+    """Return a call with its arguments as JSON text.
+
+    Raises:
+        MalformedCall: A required argument is missing, or the text can't be shown to a program.
+    """
+    require_arguments(call, schemas)
     name, arguments = call
+    _require_depth(arguments, MAX_DEPTH)
     try:
-        return name, format_json(arguments)
+        text = format_json(arguments)
+        (name + text).encode()
+    except UnicodeEncodeError:
+        raise MalformedCall("lone_surrogate") from None
     except ValueError:
-        raise MalformedCall("nested_too_deep") from None
+        raise MalformedCall("infinite_number") from None
+    return name, text
+
+
+def _require_depth(value: Any, levels: int) -> None:
+    if not isinstance(value, dict | list):
+        return
+    if not levels:
+        raise MalformedCall("nested_too_deep")
+    for each in value.values() if isinstance(value, dict) else value:
+        _require_depth(each, levels - 1)

@@ -25,8 +25,13 @@ TOOLS = [
                 },
             },
         },
-    }
+    },
+    {
+        "type": "function",
+        "function": {"name": "write", "parameters": {"type": "object", "required": ["path"]}},
+    },
 ]
+MISSING = ("arguments_missing",)
 CALL = ("look", {"key": "12", "count": 3})
 HERMES = '<tool_call>\n{"name": "look", "arguments": {"key": "12", "count": 3}}\n</tool_call>'
 CODER = (
@@ -94,6 +99,43 @@ def test_calls_are_read_in_the_format_of_each_family(
             ("arguments_no_object",),
         ),
         ("hermes", 'a <tool_call>{"name": "look", "arg', ("unclosed",)),
+        ("hermes", '<tool_call>{"name": "look", "args": {"key": "a"}}</tool_call>', MISSING),
+        ("hermes", '<tool_call>{"name": "write"}</tool_call>', MISSING),
+        ("hermes", '<tool_call>{"name": "write", "arguments": null}</tool_call>', MISSING),
+        ("hermes", '<tool_call>{"name": "write", "parameters": {"p": 1}}</tool_call>', MISSING),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {}, "parameters": {"a": 1}}</tool_call>',
+            ("arguments_twice",),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>',
+            ("key_twice",),
+        ),
+        ("hermes", "<tool_call>[]</tool_call>", ("no_name",)),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
+            ("lone_surrogate",),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+            ("infinite_number",),
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', ("not_json",)),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+            ("key_twice",),
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=write>\n</function>\n</tool_call>", MISSING),
+        ("glm", "<tool_call>write</tool_call>", MISSING),
+        ("llama3", '{"name": "write"}', MISSING),
+        ("llama3", '{"name": "look", "parameters": [1]}', ("arguments_no_object",)),
+        ("mistral", "[TOOL_CALLS][]", ("no_name",)),
+        ("mistral", "[TOOL_CALLS]write[ARGS]{}", MISSING),
         ("qwen3_coder", "<tool_call>\n<function=look>\n<parameter=key>", ("unclosed",)),
         ("qwen3_coder", "<function=look>stray</function>", ("broken_argument",)),
         ("glm", "<tool_call><arg_key>a</arg_key></tool_call>", ("no_name",)),
@@ -128,6 +170,29 @@ def test_values_of_xml_are_typed_by_the_schema_of_the_tool() -> None:
     assert calls_in("qwen3_coder", text) == [
         ("look", {"key": "3", "box": [1, 2], "count": "many", "other": "4"})
     ]
+
+
+def test_an_alias_of_arguments_is_read() -> None:
+    text = '<tool_call>{"name":"write","parameters":{"path":"a"}}</tool_call>'
+    assert calls_in("hermes", text) == [("write", {"path": "a"})]
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 2**64, -(2**64) - 1, 2**100 + 1])
+def test_integers_of_calls_are_exact(number: int) -> None:
+    hermes = f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>'
+    coder = f"<function=look><parameter=count>{number}</parameter></function>"
+    assert calls_in("hermes", hermes) == [("f", {"a": number})]
+    assert calls_in("qwen3_coder", coder) == [("look", {"count": number})]
+
+
+def test_tools_whose_schemas_are_odd_are_called_without_types() -> None:
+    loop = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}}
+    odd = [[1], {"properties": [1]}, {"properties": {"a": {"type": 3, "anyOf": {}}}}, loop]
+    for parameters in (*odd, {"required": {"a": 1}}, {"properties": {"a": {"$ref": "#/x/y"}}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        text = "<function=f><parameter=a>1</parameter></function>"
+        parsed = parse_reply(text, style=FORMATS["qwen3_coder"], tools=json.dumps([tool]))
+        assert parsed.calls == (("f", '{"a":"1"}'),)
 
 
 def test_a_good_call_next_to_a_malformed_one_is_read() -> None:
