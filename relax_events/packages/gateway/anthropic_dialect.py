@@ -11,7 +11,13 @@ from relax_events.api.drivers import Limit, Node
 from relax_events.api.errors import PoisonSample
 from relax_events.api.events import ChatMessage, format_json
 from relax_events.data.conversations import ASSISTANT
-from relax_events.data.messages import Tool, parse_arguments, parse_message, refuse_unknown_fields
+from relax_events.data.messages import (
+    Tool,
+    parse_arguments,
+    parse_message,
+    refuse_unknown_fields,
+    write_json,
+)
 from relax_events.episodes.messages import with_one_system_message
 from relax_events.packages.gateway.chat_session import ChatSession
 from relax_events.packages.gateway.dialect import (
@@ -25,6 +31,7 @@ from relax_events.packages.gateway.dialect import (
     require_list,
     require_text,
 )
+from relax_events.packages.gateway.sampling import CallSampling
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -36,6 +43,8 @@ ERROR_TYPES = {
 }
 """By status; below 500 others are `invalid_request_error`, from there on `api_error`."""
 Item = dict[str, Any]
+KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
+"""Of `context_management`, which coding agents send: it edits nothing."""
 ROLES = ("user", "assistant", "system")
 
 
@@ -43,12 +52,28 @@ class AnthropicPrompt(ModelCall):
     """The part of a call that becomes the prompt; alone it is counted."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "stop_sequences": (None, []),
-        "tool_choice": (None, {"type": "auto"}, {"type": "none"}),
-        "mcp_servers": (None, []),
-        "container": (None,),
-        "output_format": (None,),
+        **CallSampling.NEUTRAL,
+        "context_management": ({"edits": []}, {"edits": [KEEP_THOUGHTS]}),
+        "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
     }
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "betas",
+            "billing_policy",
+            "cache_control",
+            "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
+            "inference_geo",
+            "max_tokens",
+            "metadata",
+            "service_tier",
+            "speed",
+            "thinking",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] = ""
@@ -77,8 +102,7 @@ class AnthropicPrompt(ModelCall):
                 raise PoisonSample(
                     f"a tool of type {kind!r} runs at Anthropic; offer tools with an input_schema"
                 )
-            name = require_text(tool, "name", "a tool")
-            tools.append(build_tool(name, tool.get("description"), tool.get("input_schema")))
+            tools.append(build_tool(tool, schema_field="input_schema"))
         return tools
 
     def history(self, session: ChatSession) -> list[ChatMessage]:
@@ -225,7 +249,7 @@ def _assistant_message(content: Any) -> Item:
 
 def _tool_call(block: Mapping[str, Any]) -> dict[str, Any]:
     name = require_text(block, "name", "a tool_use block")
-    arguments = format_json(block.get("input") or {})
+    arguments = write_json(block.get("input") or {}, what=f"the input of {name!r}")
     return {
         "id": str(block.get("id", "")),
         "type": "function",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from relax_events.api.drivers import Node
 from relax_events.api.events import ChatMessage
+from relax_events.data.conversations import ASSISTANT
 from relax_events.data.messages import Tool, parse_message, print_message, refuse_unknown_fields
 from relax_events.episodes.messages import with_one_system_message
 from relax_events.packages.gateway.chat_session import ChatSession
 from relax_events.packages.gateway.dialect import (
+    OPENAI_ACCOUNT_FIELDS,
     AnswerHead,
     ModelCall,
     Problem,
@@ -20,6 +22,7 @@ from relax_events.packages.gateway.dialect import (
     data_event,
     is_cut_off,
 )
+from relax_events.packages.gateway.sampling import CallSampling
 
 END = b"data: [DONE]\n\n"
 
@@ -27,7 +30,9 @@ END = b"data: [DONE]\n\n"
 class ChatTool(BaseModel):
     """A tool that the program offers."""
 
-    type: str = "function"
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"] = "function"
     function: dict[str, Any]
 
 
@@ -41,24 +46,35 @@ class ChatCall(ModelCall):
     """The body of a call."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "n": (1, None),
-        "stop": (None, [], ""),
-        "logprobs": (False, None),
-        "top_logprobs": (0, None),
-        "logit_bias": (None, {}),
-        "presence_penalty": (0, None),
-        "frequency_penalty": (0, None),
-        "functions": (None, []),
-        "response_format": (None, {"type": "text"}),
-        "tool_choice": (None, "auto", "none"),
-        "modalities": (None, ["text"]),
+        **CallSampling.NEUTRAL,
+        "function_call": ("auto", "none"),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "verbosity": ("medium",),
     }
+    IGNORED: ClassVar[frozenset[str]] = OPENAI_ACCOUNT_FIELDS | {"prediction"}
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[ChatTool] = Field(default_factory=list)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stream_options: StreamOptions | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @model_validator(mode="after")
+    def _last_message_decides(self) -> Self:
+        """Refuse fields of vLLM that contradict the last message: an assistant's is continued."""
+        begins_turn = self.messages[-1].get("role") == ASSISTANT
+        for field, value in (
+            ("continue_final_message", begins_turn),
+            ("add_generation_prompt", not begins_turn),
+        ):
+            if getattr(self, field) not in (None, value):
+                raise ValueError(
+                    f"{field} = {not value} contradicts the role of the last message; leave it out"
+                )
+        return self
 
     @property
     def bound(self) -> int | None:

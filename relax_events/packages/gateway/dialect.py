@@ -6,27 +6,44 @@ A dialect translates in both directions and nothing more: all of them drive the 
 program may change the dialect between two calls. A run's sampling settings hold for all its calls,
 since the trainer needs the distribution that the tokens were sampled from: `temperature`, `top_p`,
 `top_k` and `seed` of a program are ignored there, and hold where a model is served without a run.
-What else would change the tokens is refused.
+What else would change the tokens or the prompt is refused, and so is a field that the dialect's
+specification does not have, since another server may read it as such a setting.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from relax_events.api.drivers import Node, SessionClosed, SessionLimit, path_tokens
 from relax_events.api.errors import EngineFailed, PoisonSample
 from relax_events.api.events import ChatMessage, FinishReason
 from relax_events.data.messages import Tool, write_json
 from relax_events.packages.gateway.chat_session import ChatSession
-from relax_events.packages.gateway.sampling import CallSampling
+from relax_events.packages.gateway.sampling import EMPTY, CallSampling
 
 RETRY_SECONDS = 1
+OPENAI_ACCOUNT_FIELDS = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""Fields of both dialects of OpenAI for accounts, prices and caches."""
+TOOL_FIELDS = frozenset(
+    {"type", "name", "description", "cache_control", "eager_input_streaming", "strict"}
+)
+"""Fields of a tool that are shown, or that change neither the tokens nor the prompt."""
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 """Characters that some clients take for the end of a line of an event stream, as JSON escapes."""
 
@@ -151,7 +168,7 @@ def count_tokens(node: Node) -> tuple[int, int]:
 
 def data_event(data: Mapping[str, Any]) -> bytes:
     """Return a server-sent event without a name."""
-    text = orjson.dumps(data)
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()
     for character, escape in LINE_BREAKS.items():
         text = text.replace(character.encode(), escape)
     return b"data: " + text + b"\n\n"
@@ -184,7 +201,21 @@ def require_text(item: Mapping[str, Any], key: str, what: str) -> str:
     return value
 
 
-def build_tool(name: str, description: Any, parameters: Any) -> Tool:
-    """Return a tool as chat templates read it."""
+def build_tool(tool: Mapping[str, Any], *, schema_field: str) -> Tool:
+    """Return a tool as chat templates read it.
+
+    Args:
+        tool: In the form of its dialect.
+        schema_field: Which holds the schema of its arguments.
+    Raises:
+        PoisonSample: It has no name, or a field that would change how the policy sees it.
+    """
+    name = require_text(tool, "name", "a tool")
+    for key in tool.keys() - TOOL_FIELDS - {schema_field}:
+        if tool[key] not in (*EMPTY, False, ["direct"]):
+            raise PoisonSample(
+                f"tool {name!r} has the field {key!r}, which no prompt shows; leave it out"
+            )
+    description, parameters = tool.get("description"), tool.get(schema_field)
     function = {"name": name, "description": description or "", "parameters": parameters or {}}
     return {"type": "function", "function": function}

@@ -15,6 +15,7 @@ from relax_events.data.messages import Tool, parse_message
 from relax_events.episodes.messages import SYSTEM, SYSTEM_ROLES, with_one_system_message
 from relax_events.packages.gateway.chat_session import ChatSession
 from relax_events.packages.gateway.dialect import (
+    OPENAI_ACCOUNT_FIELDS,
     AnswerHead,
     ModelCall,
     Problem,
@@ -28,6 +29,7 @@ from relax_events.packages.gateway.responses_answer import (
     failed_event,
     response_id,
 )
+from relax_events.packages.gateway.sampling import CallSampling
 
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -38,12 +40,20 @@ class ResponsesCall(ModelCall):
     """
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (False, None),
-        "conversation": (None,),
-        "prompt": (None,),
-        "tool_choice": (None, "auto", "none"),
-        "top_logprobs": (0, None),
-        "truncation": (None, "disabled"),
+        **CallSampling.NEUTRAL,
+        "background": (False,),
+        "reasoning": tuple({"summary": each} for each in ("auto", "concise", "detailed")),
+        "text": (
+            {"format": {"type": "text"}},
+            {"verbosity": "medium"},
+            {"format": {"type": "text"}, "verbosity": "medium"},
+        ),
+        "truncation": ("disabled",),
+    }
+    IGNORED: ClassVar[frozenset[str]] = OPENAI_ACCOUNT_FIELDS | {
+        "include",
+        "max_tool_calls",
+        "stream_options",
     }
 
     input: str | list[dict[str, Any]]
@@ -51,7 +61,6 @@ class ResponsesCall(ModelCall):
     previous_response_id: str = ""
     tools: list[dict[str, Any]] = Field(default_factory=list)
     max_output_tokens: int | None = Field(default=None, ge=1)
-    text: dict[str, Any] = Field(default_factory=dict)
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -61,8 +70,6 @@ class ResponsesCall(ModelCall):
 
     def list_tools(self) -> list[Tool]:
         """Return the tools as chat templates read them; see `ModelCall`."""
-        if (kind := (self.text.get("format") or {}).get("type", "text")) != "text":
-            raise PoisonSample(f"text.format of type {kind!r} is not supported here; leave it out")
         tools = []
         for tool in self.tools:
             if tool.get("type") != "function":
@@ -70,8 +77,7 @@ class ResponsesCall(ModelCall):
                     f"a tool of type {tool.get('type')!r} runs at OpenAI; offer tools of type "
                     "'function'"
                 )
-            name = require_text(tool, "name", "a tool")
-            tools.append(build_tool(name, tool.get("description"), tool.get("parameters")))
+            tools.append(build_tool(tool, schema_field="parameters"))
         return tools
 
     def history(self, session: ChatSession) -> list[ChatMessage]:

@@ -13,6 +13,7 @@ from relax_events.api.engines import SamplingConfig
 SEED_BITS = 63
 MIN_TEMPERATURE = 1e-5
 """Below it logits divided by it leave float32; the most probable token is taken, as by 0."""
+EMPTY = (None, "", [], {})
 MAX_TOKEN_ID = 2**31
 """Exclusive; an engine keeps ids, and how many of them `top_k` keeps, in 32 bits."""
 
@@ -22,8 +23,33 @@ class CallSampling(BaseModel):
     seed fixes the tokens.
     """
 
-    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that are not supported, with the values that have no effect."""
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "n": (1,),
+        "best_of": (1,),
+        "logprobs": (False,),
+        "top_logprobs": (0,),
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "min_p": (0,),
+        "min_tokens": (0,),
+        "truncate_prompt_tokens": (-1,),
+        "ignore_eos": (False,),
+        "use_beam_search": (False,),
+        "echo": (False,),
+        "tool_choice": ("auto", {"type": "auto"}),
+        "parallel_tool_calls": (True,),
+    }
+    """Fields that are not supported, of the dialect or of other servers, with the values that have
+    no effect."""
+    WITHOUT_TOOLS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tool_choice": ("none", {"type": "none"}),
+        "parallel_tool_calls": (False,),
+    }
+    """Values that have no effect on a call that offers no tools."""
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the dialect's specification that change neither the tokens nor the prompt."""
 
     temperature: float = Field(default=1.0, ge=0, le=1e6)
     top_p: float = Field(default=1.0, ge=0, le=1)
@@ -33,11 +59,16 @@ class CallSampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        """Drop nulls, and refuse a field that would change the tokens."""
+        """Drop nulls, and refuse a field that would change the tokens, or that the specification of
+        the dialect does not have.
+        """
         if not isinstance(data, dict):
             return data
-        for key, values in cls.NEUTRAL.items():
-            if key in data and data[key] not in values:
+        for key in sorted(data.keys() - cls.model_fields.keys() - cls.IGNORED):
+            values = cls.NEUTRAL.get(key, ())
+            if not data.get("tools"):
+                values += cls.WITHOUT_TOOLS.get(key, ())
+            if (value := _drop_nulls(data[key])) not in EMPTY and value not in values:
                 raise ValueError(f"{key} = {data[key]!r} is not supported here; leave it out")
         return {key: value for key, value in data.items() if value is not None}
 
@@ -54,3 +85,9 @@ class CallSampling(BaseModel):
     def choose_seed(self) -> int:
         """Return the call's seed, or a random seed for a call without one."""
         return secrets.randbits(SEED_BITS) if self.seed is None else self.seed % 2**SEED_BITS
+
+
+def _drop_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: each for key, each in value.items() if each is not None}

@@ -1,7 +1,7 @@
 """The token route of a model without a run: token ids in; token ids and log-probabilities out, in
 the format of vLLM's `POST /inference/v1/generate`, which `verifiers` and `renderers` speak.
 
-Fields that would change the result and are not supported are rejected; others are ignored.
+Fields that would change the result are rejected, and so are fields that the format does not have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from relax_events.packages.gateway.sampling import MAX_TOKEN_ID, CallSampling
 from relax_events.packages.gateway.served_model import ServedModel
 
 PATH = "/inference/v1/generate"
-UNSUPPORTED_FIELDS = ("features", "content_parts", "stream")
+IGNORED_FIELDS = frozenset({"cache_salt", "priority", "return_token_ids", "stream_options"})
+"""Fields of the format that change neither the prompt nor the tokens."""
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
@@ -34,22 +35,20 @@ class TokenSampling(CallSampling):
     """Sampling parameters, in vLLM's names."""
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "n": (1, None),
-        "best_of": (1, None),
-        "stop": (None, [], ""),
-        "min_p": (0, None),
-        "min_tokens": (0, None),
-        "prompt_logprobs": (None,),
-        "frequency_penalty": (0, None),
-        "presence_penalty": (0, None),
-        "repetition_penalty": (1, None),
-        "logit_bias": (None, {}),
-        "bad_words": (None, []),
-        "allowed_token_ids": (None, []),
-        "guided_decoding": (None,),
-        "structured_outputs": (None,),
-        "truncate_prompt_tokens": (None, -1),
+        **CallSampling.NEUTRAL,
+        "flat_logprobs": (False,),
     }
+    IGNORED: ClassVar[frozenset[str]] = frozenset(
+        {
+            "detokenize",
+            "include_stop_str_in_output",
+            "output_kind",
+            "routed_experts_prompt_start",  # the answer names its own start
+            "skip_reading_prefix_cache",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        }
+    )
 
     max_tokens: int | None = Field(default=None, ge=1)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
@@ -68,8 +67,9 @@ class TokenBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
-        for key in UNSUPPORTED_FIELDS:
-            if isinstance(data, dict) and data.get(key):
+        fields = data.keys() if isinstance(data, dict) else frozenset()
+        for key in sorted(fields - cls.model_fields.keys() - IGNORED_FIELDS):
+            if data[key]:
                 raise ValueError(f"{key} is not accepted by this route; leave it out")
         return data
 
