@@ -65,6 +65,7 @@ from relax_events.training.replay.recorded_batches import RecordedBatches
 from relax_events.training.replay.recovery import Recovery
 from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
+from relax_events.training.weight_agreement import require_agreement
 
 log = structlog.get_logger()
 
@@ -372,11 +373,14 @@ class TrainLoop:
             self._worker.lifecycle.piece("step the optimizer"),
         ):
             try:
-                return self._backend.step().to_metrics(of_engine=self._config.algorithm.has_rewards)
+                taken = self._backend.step()
             except StepNotFinite as error:
                 log.error("update.skipped", train_step=step, error=str(error))
                 self._backend.skip_step()
                 return None
+        if step == self._config.first_version and not self._config.is_replay:
+            require_agreement(taken, self._config)
+        return taken.to_metrics(of_engine=self._config.algorithm.has_rewards)
 
     def _start_checkpoint(self) -> PendingCheckpoint:
         extra = {

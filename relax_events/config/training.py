@@ -121,6 +121,10 @@ class TrainerConfig(Section):
     max_steps_not_finite: Annotated[Positive, free("when to give up")] = 3
     """Consecutive train steps with a loss or gradient that is not finite before the run ends. Each
     of them skips its update: the next version has the same weights."""
+    max_start_mismatch: Annotated[float, Field(ge=0), free("when to give up")] = 1e-3
+    """Largest `mismatch_kl`, in nats per token, in the first train step, where engine and trainer
+    have the same weights. A run with a larger one ends before the step is committed. 0 takes any.
+    """
     max_tokens_per_micro_batch: Annotated[OrDerived[Positive], BY_MACHINE, free(ROUNDING)] = DERIVED
     """Budget of one micro-batch in token cells, including padding where samples can't share rows. A
     longer sample gets a micro-batch of its own. Derived: free memory of the trainer, after

@@ -63,6 +63,7 @@ CHECKS = (
     Check("model", Level.FILE, file_checks.check_model),
     Check("teacher", Level.FILE, file_checks.check_teacher),
     Check("judge", Level.FILE, file_checks.check_judge),
+    Check("tensors", Level.FILE, file_checks.check_tensors, is_required=False),
     Check("data", Level.FILE, file_checks.check_data),
     Check("first row", Level.FILE, check_first_rows, is_required=False),
     Check("room", Level.FILE, file_checks.check_context_length),

@@ -329,6 +329,35 @@ def check_judge(run: CheckedRun) -> str:
     return f"{path} on engine {config.judge.engine.name}{scope}"
 
 
+def check_tensors(run: CheckedRun) -> str:
+    """Return the model folders that hold every tensor of their models, by the headers of the files.
+
+    Raises:
+        ConfigError: A folder lacks a tensor, or holds one of another shape; the text names it.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        return "not compared: accelerate is not installed; workers compare them as they load"
+    from relax_events.models.causal_lm import require_all_tensors  # imports torch
+    from relax_events.models.families import read_family
+
+    folders = _list_model_folders(run.config)
+    for path, needs_head in folders.items():
+        loader = read_family(path, run.config.model.media).loader
+        require_all_tensors(path, loader=loader, needs_head=needs_head)
+    return f"all in {', '.join(map(str, folders))}" if folders else "the run will make its model"
+
+
+def _list_model_folders(config: RunConfig) -> dict[Path, bool]:
+    """Return the folders of the run's models, and whether their output heads are used."""
+    teachers = config.list_teachers().values() if config.algorithm.distills else ()
+    critic = config.critic.model_path if config.algorithm.needs_critic else None
+    others = [one.model_path for one in teachers if not one.urls]
+    others += [config.judge.model_path] if config.has_judge else []
+    heads = {path: True for path in (config.model.path, *others) if path is not None}
+    folders = heads if critic is None else {critic: False} | heads
+    return {path: needs_head for path, needs_head in folders.items() if path.exists()}
+
+
 def check_data(run: CheckedRun) -> str:
     """Check every row of every file that the run will read, and the templates and filters that will
     process them; when it is thorough, also that the first row can be processed.

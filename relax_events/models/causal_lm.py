@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from transformers.utils import logging as transformers_logging
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.model_folder.tensors import read_layouts
 from relax_events.regular_files import require_regular_files
+
+EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
+MAX_NAMES = 4
+"""Of missing tensors in an error."""
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
@@ -52,6 +57,7 @@ def load_causal_lm(
     dtype: torch.dtype,
     device: torch.device,
     loader: Any = AutoModelForCausalLM,
+    needs_head: bool = True,
 ) -> PreTrainedModel:
     """Load a model in evaluation mode; nothing is downloaded.
 
@@ -61,9 +67,32 @@ def load_causal_lm(
         dtype: Dtype of the weights.
         device: Device of the weights.
         loader: The auto class of transformers for the model's family.
+        needs_head: Whether the output head is used.
     Raises:
-        ConfigError: The folder is missing or holds no causal language model.
+        ConfigError: The folder is missing, holds no causal language model, or lacks a tensor of it;
+            the text names the tensor.
         DamagedTensors: A file of its weights is damaged; the text names it.
+    """
+    model = _load_whole(
+        path, loader, needs_head=needs_head, dtype=dtype, attn_implementation=attention
+    )
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def require_all_tensors(path: Path, *, loader: Any, needs_head: bool = True) -> None:
+    """Require that a folder holds every tensor of its model, by the headers of its files; no memory
+    is needed for the weights. Needs accelerate.
+
+    Raises:
+        ConfigError, DamagedTensors: As `load_causal_lm`.
+    """
+    _load_whole(path, loader, needs_head=needs_head, device_map="meta")
+
+
+def _load_whole(path: Path, loader: Any, *, needs_head: bool, **settings: Any) -> Any:
+    """Load a model, and refuse tensors of transformers' own making: it draws those at random that
+    the folder lacks, in each process others.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -74,20 +103,58 @@ def load_causal_lm(
     read_layouts(path)
     transformers_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
-        model: Any = loader.from_pretrained(
+        model, report = loader.from_pretrained(
             path,
-            dtype=dtype,
-            attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **settings,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        lacking = [f"; it lacks {name}" for name in _list_absent_experts(read_layouts(path))[:1]]
         raise ConfigError(
             f"model.path = {path} can't be loaded as a causal language model: {error}"
+            f"{''.join(lacking)}"
         ) from error
-    loaded: PreTrainedModel = model.to(device).eval()
-    return loaded
+    unused = () if needs_head else _list_head_names(model)
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, shape = mismatched[0]
+        raise ConfigError(
+            f"model.path = {path} holds {name} as {list(stored)}, and its config.json describes "
+            f"{list(shape)}; use the folder as it was published"
+        )
+    if missing := sorted(set(report["missing_keys"]) - set(unused)):
+        names = ", ".join(missing[:MAX_NAMES]) + (", ..." if len(missing) > MAX_NAMES else "")
+        raise ConfigError(
+            f"model.path = {path} lacks {len(missing)} of the tensors that its config.json "
+            f"describes: {names}; use the folder as it was published, with tie_word_embeddings = "
+            "true in config.json where the output head is the embedding"
+        )
+    return model
+
+
+def _list_absent_experts(names: Iterable[str]) -> list[str]:
+    """Return the experts' tensors that some layers of a folder have and others lack; transformers
+    joins the experts of a layer, and names none of them.
+    """
+    numbers: dict[tuple[str, str], set[str]] = {}
+    for name in names:
+        if match := EXPERT.fullmatch(name):
+            numbers.setdefault((match[1], match[3]), set()).add(match[2])
+    present = set[str]().union(*numbers.values())
+    return sorted(
+        f"{layer}{number}{tensor}"
+        for (layer, tensor), layer_numbers in numbers.items()
+        for number in present - layer_numbers
+    )
+
+
+def _list_head_names(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    prefixes = [f"{name}." for name, module in model.named_modules() if module is head]
+    return [name for name in model.state_dict() if name.startswith(tuple(prefixes))]
 
 
 def attention_kinds(model: PreTrainedModel) -> set[str]:

@@ -57,13 +57,14 @@ def make_data(make_run_config: MakeRunConfig, tmp_path: Path) -> MakeRunConfig:
 
 def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig) -> None:
     findings, _ = check_run(make_data(engine={"name": "vroom"}))
-    file_checks = ["roles", "model", "teacher", "judge", "data", "first row", "room", "reward"]
+    file_checks = ["roles", "model", "teacher", "judge", "tensors", "data", "first row", "room"]
+    file_checks += ["reward"]
     machine = ["folder", "disk", "metrics", "traces", "trackers", "scaling API", "harness"]
     machine += ["walls", "devices"]
     broker = ["broker", "schema registry", "object store", "weights", "followers"]
     assert [finding.what for finding in findings] == [*file_checks, *machine, *broker]
     assert [finding.what for finding in findings if not finding.is_good] == ["roles", "model"]
-    assert findings[4] == Finding("data", True, f"1 prompts in {make_data().data.source}")
+    assert findings[5] == Finding("data", True, f"1 prompts in {make_data().data.source}")
 
 
 def test_check_with_missing_package_does_not_stop_other_checks(

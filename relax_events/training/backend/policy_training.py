@@ -39,6 +39,7 @@ from relax_events.training.backend.step_sums import (
     Totals,
     build_pass_metrics,
     build_step_metrics,
+    find_worst_samples,
     gather_totals,
     sum_micro_batch,
 )
@@ -277,7 +278,8 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
             )
         self._apply_gradients(grad_norm, learning_rate)
         failpoint("trainer.after_optimizer_step")
-        return OptimizerStep(epoch, totals, mismatch_max, rank_totals, grad_norm)
+        worst = find_worst_samples(self._micro_batches)
+        return OptimizerStep(epoch, totals, mismatch_max, rank_totals, grad_norm, worst)
 
     def _exceeds_max_kl(self, totals: Totals) -> bool:
         """Return whether the policy's KL in this train step exceeds the bound."""

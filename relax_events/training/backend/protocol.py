@@ -86,6 +86,8 @@ class StepMetrics:
     num_tokens: int
     num_samples: int
     algorithm_metrics: Mapping[str, float] = field(default_factory=dict)
+    worst_sample_ids: Sequence[str] = ()
+    """Of this rank: a micro-batch in which engine and trainer differ most."""
 
     def to_metrics(self, *, of_engine: bool = True) -> dict[str, float]:
         """Return the metrics as TrainStepCommitted has them; without `of_engine`, where no engine
@@ -94,7 +96,7 @@ class StepMetrics:
         metrics = {
             name: float(value)
             for name, value in asdict(self).items()
-            if name != "algorithm_metrics"
+            if name not in ("algorithm_metrics", "worst_sample_ids")
         } | dict(self.algorithm_metrics)
         return (
             metrics

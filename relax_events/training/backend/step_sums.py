@@ -202,13 +202,24 @@ def _raise_not_finite(broken: MicroBatchSums | None, *, ranks: GatheringRanks, n
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """A completed optimizer step: its pass, the sums over its mini-batch, and its gradient norm."""
+    """A completed optimizer step: its pass, the sums over its mini-batch, its gradient norm, and
+    the samples of this rank's micro-batch with the largest mismatch.
+    """
 
     epoch: int
     totals: Totals
     mismatch_max: float
     algorithm_metrics: Mapping[str, float]
     grad_norm: float
+    worst_sample_ids: tuple[str, ...] = ()
+
+
+def find_worst_samples(micro_batches: Sequence[MicroBatchSums]) -> tuple[str, ...]:
+    """Return the samples of the micro-batch in which engine and trainer differ most."""
+    if not micro_batches:
+        return ()
+    worst = torch.stack([item.device[NUM_DEVICE_SUMS] for item in micro_batches]).argmax()
+    return tuple(micro_batches[int(worst)].sample_ids)
 
 
 def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float) -> StepMetrics:
@@ -256,6 +267,7 @@ def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float
             name: sum(update.algorithm_metrics[name] for update in updates) / units
             for name in updates[0].algorithm_metrics
         },
+        worst_sample_ids=updates[0].worst_sample_ids,
     )
 
 

@@ -98,6 +98,7 @@ class ValueModel:
             dtype=self.dtype,
             device=device,
             loader=self.family.loader,
+            needs_head=False,
         )
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
         hidden_size = loaded.config.get_text_config().hidden_size

@@ -1,0 +1,100 @@
+"""The first train step proves that engine and trainer have the same weights, or ends the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_events.errors import ConfigError
+from relax_events.events.types import SampleReady
+from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.ranks import SingleRank
+from relax_events.training.weight_agreement import require_agreement
+from tests.event_samples import changed
+from tests.unit.trainer_samples import make_samples, plain_logprobs, plain_model, run_config
+
+SAMPLES = [
+    changed(
+        sample,
+        rollout_logprobs=np.where(sample.loss_mask, plain_logprobs(sample.tokens), 0).astype("f4"),
+    )
+    for sample in make_samples(6, seed=4)
+]
+"""As an engine with the trainer's weights returns them."""
+
+
+def train(samples: list[SampleReady]) -> StepMetrics:
+    """Return the metrics of a first step, of a micro-batch for each sample."""
+    backend = TorchBackend(run_config(), ranks=SingleRank(), dtype=torch.float64)
+    for sample in samples:
+        backend.accumulate([sample])
+    return backend.step()
+
+
+@pytest.fixture(scope="module")
+def agreeing() -> StepMetrics:
+    """Return the metrics of a step whose engine has the trainer's weights."""
+    return train(SAMPLES)
+
+
+def test_the_same_weights_agree(agreeing: StepMetrics) -> None:
+    assert agreeing.mismatch_kl < 1e-6
+    require_agreement(agreeing, run_config())
+
+
+def test_the_sample_that_differs_is_named() -> None:
+    odd = SAMPLES[3]
+    shifted = changed(odd, rollout_logprobs=odd.rollout_logprobs - 2 * odd.loss_mask)
+    metrics = train([*SAMPLES[:3], shifted, *SAMPLES[4:]])
+    with pytest.raises(ConfigError, match=r"for policy version 0: mismatch_kl .* samples s3\);"):
+        require_agreement(metrics, run_config())
+
+
+def test_a_head_that_each_process_draws_for_itself_ends_the_run() -> None:
+    """As of an untied model without `lm_head.weight`."""
+    model = plain_model(run_config().model.path)
+    other = type(model)(model.config).double().eval()
+    other.load_state_dict(model.state_dict())
+    torch.nn.init.normal_(other.get_output_embeddings().weight, std=0.5)
+    samples = [
+        changed(
+            sample,
+            rollout_logprobs=np.where(
+                sample.loss_mask, plain_logprobs(sample.tokens, 1.0, other), 0
+            ).astype("f4"),
+        )
+        for sample in SAMPLES
+    ]
+    with pytest.raises(ConfigError, match=r"weights or prompts are not the same: .*relax doctor"):
+        require_agreement(train(samples), run_config())
+
+
+@given(
+    kl=st.floats(0, 5),
+    bound=st.floats(0, 2),
+    mean_abs=st.floats(0, 3),
+    algorithm=st.sampled_from(["grpo", "sft"]),
+)
+def test_the_bound_decides_alone(
+    agreeing: StepMetrics, kl: float, bound: float, mean_abs: float, algorithm: str
+) -> None:
+    metrics = replace(agreeing, mismatch_kl=kl, mismatch_mean_abs=mean_abs)
+    config = run_config(trainer={"max_start_mismatch": bound}, algorithm={"name": algorithm})
+    if algorithm == "sft" or not bound or kl <= bound:
+        require_agreement(metrics, config)
+        return
+    remedy = "relax doctor" if mean_abs > 0.1 else "trainer.max_start_mismatch above it"
+    with pytest.raises(ConfigError, match=remedy):
+        require_agreement(metrics, config)
+
+
+def test_samples_are_no_metrics_of_the_log(agreeing: StepMetrics) -> None:
+    metrics = agreeing.to_metrics()
+    assert "worst_sample_ids" not in metrics
+    assert all(isinstance(value, float) for value in metrics.values())
