@@ -24,6 +24,7 @@ from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetr
 from relax_events.controller.retention import RetentionManager, num_versions_needed
 from relax_events.controller.scaling_bounds import ScalingBounds, read_share_group_size
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
+from relax_events.data.rendering import read_run_template
 from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError
 from relax_events.events.parts import Command, now_micros
@@ -185,7 +186,10 @@ class ControllerLoop:
             event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
         ]
         described = build_run_description(
-            self._config, from_version=max(versions, default=None), store_marker=mark.value
+            self._config,
+            from_version=max(versions, default=None),
+            store_marker=mark.value,
+            chat_template=read_run_template(self._config.data, self._config.model.path),
         )
         if not is_recorded(described, history):
             self._worker.records.producer.write([self._worker.records.build(COMMANDS, described)])

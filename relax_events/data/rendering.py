@@ -35,7 +35,11 @@ from relax_events.data.tool_formats import choose_format
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, MediaRef
 from relax_events.media.token_layout import MediaLayout
-from relax_events.models.tokenizer_folder import FolderTokenizer, find_longest_token
+from relax_events.models.tokenizer_folder import (
+    FolderTokenizer,
+    find_longest_token,
+    read_folder_template,
+)
 from relax_events.objects.store import list_message_media
 from relax_events.regular_files import read_regular_text
 
@@ -439,6 +443,28 @@ def read_chat_template(config: DataConfig) -> str | None:
         raise ConfigError(
             f"chat template {config.chat_template_file} can't be read: {error}; set "
             "data.chat_template_file"
+        ) from None
+
+
+def read_run_template(config: DataConfig, folder: Path) -> str:
+    """Return the text of the template that a run's prompts are rendered by; empty without one.
+
+    Args:
+        config: Of the run's data.
+        folder: Of its model; need not be there.
+    Raises:
+        ConfigError: A file can't be read.
+    """
+    if not config.chat_template:
+        return ""
+    if (template := read_chat_template(config)) is not None:
+        return template
+    try:
+        return read_folder_template(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the chat template of {folder} can't be read: {error}; use the model folder as it was "
+            "published"
         ) from None
 
 

@@ -44,7 +44,7 @@ KINDS: Mapping[Any, type | tuple[type, ...]] = {
 }
 """The types of JSON by their names in schemas; a bool is an int in Python, so it comes first."""
 UNLIKE_TEXT = frozenset({"array", "object", "null"})
-"""Kinds whose JSON is hardly ever meant as text; a number beside text is left as text."""
+"""Kinds whose JSON is hardly ever meant as text; a number where text is allowed is text."""
 PYTHON_VALUES = {"True": True, "False": False, "None": None}
 MAX_SCHEMA_DEPTH = 16
 NOT_IN_IDS = re.compile(r"[^A-Za-z0-9_-]")

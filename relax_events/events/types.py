@@ -476,6 +476,9 @@ class RunDescribed:
     store_marker: str = ""
     """Value of the marker object in the run's object store, 32 hexadecimal digits: objects are
     deleted only from a store with this marker. Empty when the run gives none."""
+    chat_template: str = ""
+    """Text of the chat template that prompts are rendered by. Empty when they are rendered by none,
+    or the writer has no model folder."""
     described_at: int = field(default_factory=now_micros)
     """When this was written (UTC)."""
 

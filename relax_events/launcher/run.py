@@ -55,6 +55,7 @@ from relax_events.session.principals import apply_principal, remove_credentials
 from relax_events.session.records import RunSessions
 from relax_events.session.resume import (
     find_changes,
+    find_template_changes,
     format_changes,
     known_settings,
     read_last_session,
@@ -188,7 +189,10 @@ class RunSession:
             self._config, earlier_config=known_settings(self._config, described)
         )
         log_derived(derived)
-        changes = [] if described is None else find_changes(described, self._config)
+        changes = []
+        if described is not None:
+            changes += find_changes(described, self._config)
+            changes += find_template_changes(described, self._config)
         refuse_changes(self._config.run.id, changes, is_accepted=self._accepts_changes)
         if changes:
             display.print_line(

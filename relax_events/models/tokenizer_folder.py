@@ -83,8 +83,7 @@ class FolderTokenizer:
             return None
         json.loads(text)  # raises a ValueError; tokenizers would raise a bare Exception
         tokenizer = Tokenizer.from_str(text)
-        file = folder / "chat_template.jinja"
-        from_folder = file.read_text() if file.is_file() else settings.get("chat_template")
+        from_folder = _find_template(folder, settings)
         template = from_folder if chat_template is None else chat_template
         is_supported = template is None or isinstance(template, str)
         if not is_supported or settings.get("clean_up_tokenization_spaces"):
@@ -145,6 +144,27 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def read_folder_template(folder: Path) -> str:
+    """Return a folder's chat template, of several the default; empty if it has none, or there is no
+    such folder.
+
+    Raises:
+        ValueError: `tokenizer_config.json` is not JSON.
+    """
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(read_regular_text(path)) if path.is_file() else {}
+    template = _find_template(folder, settings)
+    if isinstance(template, list):
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    return str(template or "")
+
+
+def _find_template(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """Return the template as transformers chooses it."""
+    file = folder / "chat_template.jinja"
+    return read_regular_text(file) if file.is_file() else settings.get("chat_template")
 
 
 def open_template(source: str) -> TemplateProgram:

@@ -47,7 +47,11 @@ secret."""
 
 
 def build_run_description(
-    config: RunConfig, *, from_version: int | None = None, store_marker: str = ""
+    config: RunConfig,
+    *,
+    from_version: int | None = None,
+    store_marker: str = "",
+    chat_template: str = "",
 ) -> RunDescribed:
     """Return the description of a run for the log. Its folders are absolute, because its readers
     have other working directories.
@@ -57,6 +61,7 @@ def build_run_description(
         from_version: The newest policy version, from which these settings apply; None before the
             first.
         store_marker: Value of the object store's marker.
+        chat_template: Text of the template that prompts are rendered by.
     """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
@@ -81,6 +86,7 @@ def build_run_description(
         parent_version=config.parent.from_version if config.parent.run else None,
         from_version=from_version,
         store_marker=store_marker,
+        chat_template=chat_template,
     )
 
 
@@ -101,7 +107,13 @@ def is_recorded(described: RunDescribed, history: Iterable[Event]) -> bool:
 
 
 def _content(described: RunDescribed) -> tuple[Any, ...]:
-    return described.run_id, described.config, described.package_version, described.store_marker
+    return (
+        described.run_id,
+        described.config,
+        described.package_version,
+        described.store_marker,
+        described.chat_template,
+    )
 
 
 def read_described_config(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
+from hashlib import sha256
 from itertools import pairwise
 
 import orjson
@@ -13,8 +14,9 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.config.resume_rules import Rule
-from relax_events.config.session_changes import Change, changes_between
+from relax_events.config.session_changes import Change, changes_between, find_rule
 from relax_events.config.unset_keys import missing_keys
+from relax_events.data.rendering import read_run_template
 from relax_events.errors import ConfigError
 from relax_events.events.types import RunDescribed
 from relax_events.kafka.connection import Connection
@@ -31,6 +33,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.names import COMMANDS
 
 log = structlog.get_logger()
+TEMPLATE_KEY = "data.chat_template_file"
 WITHOUT_MODEL = frozenset({"reward", "metrics"})
 """Roles that don't need the model, and may run where it is missing."""
 
@@ -119,6 +122,21 @@ def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
         return []
     trees = (orjson.loads(build_run_description(one).config) for one in (old, config))
     return changes_between(old, config, old_tree=next(trees), new_tree=next(trees))
+
+
+def find_template_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
+    """Return the change of the chat template's text since the run's last session; its file may have
+    the same name.
+
+    Raises:
+        ConfigError: The template can't be read.
+    """
+    old, new = described.chat_template, read_run_template(config.data, config.model.path)
+    if not old or not new or old == new:
+        return []
+    on_resume = find_rule(TEMPLATE_KEY)
+    digests = (f"text {sha256(text.encode()).hexdigest()[:12]}" for text in (old, new))
+    return [Change(TEMPLATE_KEY, *digests, on_resume.rule, on_resume.effect)]
 
 
 def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool) -> None:

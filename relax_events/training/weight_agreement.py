@@ -1,4 +1,4 @@
-"""Whether engine and trainer have the same weights, by what they compute in the first train step."""
+"""Whether engine and trainer have the same weights, by what they compute in the first step."""
 
 from __future__ import annotations
 

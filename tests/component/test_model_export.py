@@ -25,9 +25,11 @@ from transformers import (
 from relax_events.errors import ConfigError, ObjectError, WeightsError
 from relax_events.events.parts import ObjectRef
 from relax_events.media.token_layout import MEDIA_FAMILIES
+from relax_events.models.tokenizer_folder import read_folder_template
 from relax_events.objects import ObjectStore
 from relax_events.objects.download import download
 from relax_events.ops.model_export.export import Export, export_version
+from relax_events.runtime.run_description import build_run_description
 from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.weights.artifact_writer import weights_digest
 
@@ -40,6 +42,7 @@ FAMILIES = (
     "qwen3_omni_moe_thinker",
 )
 SMALL_SHARD = 20_000
+TURNS = [{"role": "user", "content": "hello"}]
 
 
 def loader_of(family: str) -> Any:
@@ -212,6 +215,51 @@ def test_template_that_the_run_trained_with_is_exported(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "hello"}]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template(turns, tokenize=False) == "hello!"
+
+
+def describe(run: TrainedRun, template: str) -> None:
+    """Let the run's log describe the run, with the template that it trains with."""
+    described = build_run_description(run.config, chat_template=template)
+    run.versions.state.apply(described)
+
+
+def read_templates(folder: Path) -> list[str]:
+    """Return the templates of all files that loaders read."""
+    holders = [folder / "tokenizer_config.json", folder / "chat_template.json"]
+    texts = [json.loads(file.read_text())["chat_template"] for file in holders if file.exists()]
+    return [(folder / "chat_template.jinja").read_text(), *texts]
+
+
+@pytest.mark.parametrize("place", ["jinja", "tokenizer_config.json", "chat_template.json"])
+@pytest.mark.parametrize("has_file", [True, False])
+def test_template_of_the_log_is_exported_to_all_its_files(
+    place: str, has_file: bool, tmp_path: Path
+) -> None:
+    base, file, trained = make_base(tmp_path / "base"), tmp_path / "own.jinja", "{{ 'trained' }}"
+    file.write_text(trained)
+    if place == "jinja":
+        (base / "chat_template.jinja").write_text("{{ 'of the base' }}")
+    else:
+        (base / "chat_template.jinja").unlink(missing_ok=True)
+        settings = json.loads((base / "tokenizer_config.json").read_text())
+        text = "{{ 'of the base' }}"
+        (base / place).write_text(json.dumps(settings | {"chat_template": text}))
+    data = {"chat_template_file": file} if has_file else {}
+    run = TrainedRun(tmp_path / "run", base, data=data)
+    describe(run, trained)
+    file.write_text("{{ 'edited since' }}")
+    exported(run, tmp_path / "out")
+    assert set(read_templates(tmp_path / "out")) == {trained}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template(TURNS, tokenize=False) == "trained"
+    assert run.config.model.path == base
+
+
+def test_template_of_an_earlier_log_is_that_of_the_files(tmp_path: Path) -> None:
+    run = TrainedRun(tmp_path / "run", make_base(tmp_path / "base"))
+    describe(run, "")
+    exported(run, tmp_path / "out")
+    assert read_folder_template(tmp_path / "out") == read_folder_template(tmp_path / "base")
 
 
 def test_version_that_is_gone_names_what_is_left(tmp_path: Path) -> None:

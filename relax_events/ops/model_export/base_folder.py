@@ -12,7 +12,6 @@ from typing import Any
 
 import orjson
 
-from relax_events.errors import ConfigError
 from relax_events.model_folder import read_model_json
 from relax_events.regular_files import open_regular, read_regular_text
 
@@ -21,6 +20,9 @@ COPIED_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".tiktoken"}
 COPIED_NAMES = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)", re.IGNORECASE)
 RECIPE_FILE = "relax_events.json"
 """How `relax models prepare` made the model; the exported model was trained since."""
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_HOLDERS = ("tokenizer_config.json", "chat_template.json")
+"""The second is an older place of processors."""
 TEMPLATES_FOLDER = "additional_chat_templates"
 CACHED_NAME = re.compile(r"models--([^/]+?)--([^/]+)")
 """A folder in the cache of Hugging Face's hub."""
@@ -81,7 +83,7 @@ def _read_front_matter(path: Path) -> dict[str, str]:
 
 
 def copy_small_files(
-    base: Path, target: Path, *, chat_template: Path | None = None, without: Collection[str] = ()
+    base: Path, target: Path, *, chat_template: str = "", without: Collection[str] = ()
 ) -> None:
     """Copy configuration, tokenizer, chat template, preprocessor and licence.
 
@@ -90,10 +92,11 @@ def copy_small_files(
     Args:
         base: The base model's folder.
         target: The folder to write; exists.
-        chat_template: The template that the run trained with instead of the base model's.
+        chat_template: The text of the template that the run trained with; empty keeps the base
+            model's.
         without: Names of files to leave out.
     Raises:
-        ConfigError: The chat template can't be read.
+        ConfigError: The base model's settings of its tokenizer are not JSON.
         OSError: A file can't be copied.
     """
     for path in sorted(base.iterdir()):
@@ -103,15 +106,28 @@ def copy_small_files(
         (target / TEMPLATES_FOLDER).mkdir()
         for path in sorted((base / TEMPLATES_FOLDER).glob("*.jinja")):
             _copy(path, target / TEMPLATES_FOLDER / path.name)
-    if chat_template is not None:
-        try:
-            text = read_regular_text(chat_template)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"data.chat_template_file = {chat_template} can't be read: {error}; put the "
-                "template that the run trained with there"
-            ) from None
-        (target / "chat_template.jinja").write_text(text)
+    if chat_template:
+        _write_template(target, chat_template)
+
+
+def _write_template(folder: Path, text: str) -> None:
+    """Write a chat template into all files that loaders take it from; a folder that has no other
+    template stays as it was published.
+    """
+    holders = {
+        name: read_model_json(folder / name)
+        for name in TEMPLATE_HOLDERS
+        if (folder / name).is_file()
+    }
+    templates = [tree["chat_template"] for tree in holders.values() if tree.get("chat_template")]
+    if (folder / TEMPLATE_FILE).is_file():
+        templates.append((folder / TEMPLATE_FILE).read_text())
+    if templates and all(template == text for template in templates):
+        return
+    (folder / TEMPLATE_FILE).write_text(text)
+    for name, tree in holders.items():
+        data = orjson.dumps(tree | {"chat_template": text}, option=orjson.OPT_INDENT_2)
+        (folder / name).write_bytes(data + b"\n")
 
 
 def _is_copied(name: str) -> bool:

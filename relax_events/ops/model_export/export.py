@@ -46,6 +46,7 @@ from relax_events.ops.model_export.layout import (
     split_into_shards,
 )
 from relax_events.ops.model_export.new_folder import write_folder
+from relax_events.ops.model_export.run_settings import choose_template
 from relax_events.ops.model_export.sources import open_weights
 from relax_events.ops.model_export.versions import PublishedVersions
 from relax_events.weights.tensor_files import Tensors, write_weight_files
@@ -191,12 +192,8 @@ def _write_adapters(
     """Write a folder of adapters with the tokenizer's files, in one file of any size."""
     del base, max_shard_bytes
     config = lineage.config
-    copy_small_files(
-        config.model.path,
-        folder,
-        chat_template=config.data.chat_template_file,
-        without=MODEL_FILES,
-    )
+    template = choose_template(config, lineage.state)
+    copy_small_files(config.model.path, folder, chat_template=template, without=MODEL_FILES)
     (folder / CARD_FILE).write_text(render_card(lineage))
     report(f"writing {TENSORS_FILE}")
     num_bytes = write_adapters(
@@ -237,7 +234,8 @@ def _write_model(
 def _write_small_files(folder: Path, lineage: Lineage) -> None:
     """Write everything but the weights."""
     config = lineage.config
-    copy_small_files(config.model.path, folder, chat_template=config.data.chat_template_file)
+    template = choose_template(config, lineage.state)
+    copy_small_files(config.model.path, folder, chat_template=template)
     set_dtype(folder, config.model.dtype)
     (folder / CARD_FILE).write_text(render_card(lineage))
 

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from relax_events.config import RunConfig
+from relax_events.data.rendering import read_run_template
 from relax_events.errors import ConfigError
 from relax_events.projections.run_state import RunState
 from relax_events.runtime.run_description import read_described_config
 from relax_events.session.defaults import resolve_defaults
+
+
+def choose_template(config: RunConfig, state: RunState) -> str:
+    """Return the chat template that a run trained with: that of the log, and only where the log of
+    an earlier release has none, that of the files as they are now; empty without one.
+
+    Args:
+        config: The run.
+        state: The folded control log.
+    Raises:
+        ConfigError: The log has none, and the file can't be read.
+    """
+    if state.description is not None and state.description.chat_template:
+        return state.description.chat_template
+    return read_run_template(config.data, config.model.path)
 
 
 def as_described(config: RunConfig, state: RunState) -> RunConfig:

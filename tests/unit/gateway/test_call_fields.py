@@ -161,7 +161,7 @@ def test_no_field_is_dropped_in_silence(call: type[ModelCall], field: str, value
 
 @pytest.mark.parametrize("call", [ChatCall, ResponsesCall])
 @pytest.mark.parametrize("choice", [{"tool_choice": "none"}, {"parallel_tool_calls": False}])
-def test_a_choice_that_forbids_calls_is_refused_beside_tools(
+def test_a_choice_that_forbids_calls_is_refused_with_tools(
     call: type[ModelCall], choice: dict[str, Any]
 ) -> None:
     tools = [TOOL if call is ChatCall else {"type": "function"} | FUNCTION]
