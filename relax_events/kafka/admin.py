@@ -21,6 +21,11 @@ from relax_events.deadline import Deadline
 from relax_events.errors import BrokerError, BrokerRefused, BrokerUnavailable
 from relax_events.kafka.connection import extract_error, translate
 from relax_events.kafka.offset_admin import OffsetAdmin
+from relax_events.kafka.protocol.advertised_listeners import (
+    explain_unresolved_names,
+    explain_unusable_names,
+)
+from relax_events.kafka.protocol.partition_leaders import format_address
 from relax_events.topics.plan import TopicSpec
 
 METADATA_POLL_SECONDS = 0.02
@@ -59,17 +64,20 @@ class Admin(OffsetAdmin):
         """Return the number of brokers, once one responds.
 
         Raises:
-            BrokerUnavailable: No broker responded; the text names the addresses and the remedy.
+            BrokerUnavailable: No broker responded, or brokers want to be reached under names that
+                mean nothing here; the text names the addresses and the remedy.
             BrokerRefused: A broker denied access; raised as soon as it does.
         """
         deadline = Deadline(timeout_seconds)
         while True:
             try:
-                return len(
-                    self._client.list_topics(
-                        timeout=min(PING_SECONDS, max(deadline.remaining_seconds, 0.01))
-                    ).brokers
-                )
+                brokers = self._client.list_topics(
+                    timeout=min(PING_SECONDS, max(deadline.remaining_seconds, 0.01))
+                ).brokers.values()
+                names = [format_address(one.host, one.port) for one in brokers]
+                if problem := explain_unresolved_names(self._connection, names):
+                    raise BrokerUnavailable(problem)
+                return len(names)
             except KafkaException as exception:
                 self._client.poll(0)  # the client reports the cause only here
                 if deadline.passed or self._connection.auth_failures.latest is not None:
@@ -200,12 +208,12 @@ class Admin(OffsetAdmin):
             extract_error(exception), f"reaching {self._connection.bootstrap_servers}"
         )
         if isinstance(translated, BrokerUnavailable):
-            text = (
-                f"no broker answered at {self._connection.bootstrap_servers} within "
+            return BrokerUnavailable(
+                explain_unusable_names(self._connection)
+                or f"no broker answered at {self._connection.bootstrap_servers} within "
                 f"{timeout_seconds:g} s; "
                 "start it, or set broker.bootstrap_servers"
             )
-            return BrokerUnavailable(text)
         return translated
 
     def _await_metadata(self, find_pending: Callable[[set[str]], set[str]], what: str) -> None:

@@ -77,17 +77,18 @@ def read_metadata_of_each(
     is configured, which may stand for several brokers, ask the brokers that it lists. A broker that
     can't be asked, for example because it wants another kind of login, is left out.
     """
-    metadata = _read_from(connection, connection.addresses, topics)
+    metadata = read_metadata_from(connection, connection.addresses, topics)
     if len(connection.addresses) == 1 and metadata:
         (one,) = metadata.values()
         if len(one.addresses) > 1:
-            return _read_from(connection, one.addresses, topics)
+            return read_metadata_from(connection, one.addresses, topics)
     return metadata
 
 
-def _read_from(
+def read_metadata_from(
     connection: Connection, addresses: Iterable[str], topics: Collection[str]
 ) -> dict[str, BrokerMetadata]:
+    """Return the metadata of each broker of these addresses that responds."""
     metadata: dict[str, BrokerMetadata] = {}
     for address in addresses:
         try:
@@ -120,11 +121,16 @@ def find_outdated(
     )
 
 
+def format_address(host: str, port: int) -> str:
+    """Return `host:port`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _read_broker(response: ResponseReader) -> str:
     response.read_int32()
     host, port = response.read_string(), response.read_int32()
     response.read_string()
-    return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}"
+    return format_address(host or "", port)
 
 
 def _read_topic(response: ResponseReader) -> list[tuple[TopicPartition, Leader]]:
