@@ -52,6 +52,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.parent_watch import SUPERVISOR_PID_VARIABLE
 from relax_events.runtime.run_description import ParentRun, build_run_description, is_recorded
 from relax_events.runtime.worker import Worker
+from relax_events.session.resume import require_same_topics
 from relax_events.topics.names import AUDIT, COMMANDS
 
 log = structlog.get_logger()
@@ -170,7 +171,7 @@ class ControllerLoop:
         """Write the run's description to the log, unless its newest one is the same.
 
         Raises:
-            ConfigError: The log describes another object store.
+            ConfigError: The log describes another object store, or other topics.
         """
         store, history = open_store(self._config), self._worker.control.follower.history
         descriptions = [event for event in history if isinstance(event, RunDescribed)]
@@ -185,14 +186,25 @@ class ControllerLoop:
         versions = [
             event.policy_version for event in history if isinstance(event, PolicyVersionPublished)
         ]
+        topic_ids = self._read_topic_ids(descriptions)
         described = build_run_description(
             self._config,
             from_version=max(versions, default=None),
             store_marker=mark.value,
             chat_template=read_run_template(self._config.data, self._config.model.path),
+            topic_ids=topic_ids,
         )
         if not is_recorded(described, history):
             self._worker.records.producer.write([self._worker.records.build(COMMANDS, described)])
+
+    def _read_topic_ids(self, descriptions: Sequence[RunDescribed]) -> dict[str, str]:
+        """Return the ids of the run's topics, once they are those that its log describes."""
+        names = [spec.name for spec in self._worker.plan.specs()]
+        topic_ids = self._admin.topic_ids(names)
+        if descriptions:
+            newest = descriptions[-1]
+            require_same_topics(self._config, newest, newest.topic_ids | topic_ids)
+        return topic_ids
 
     def _follow_leader(self) -> None:
         """Follow the run whose steps this run replays: end once it has ended and all its steps are

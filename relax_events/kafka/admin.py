@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import (
     AlterConfigOpType,
     ConfigEntry,
@@ -28,6 +28,7 @@ from relax_events.kafka.protocol.advertised_listeners import (
 from relax_events.kafka.protocol.partition_leaders import format_address
 from relax_events.topics.plan import TopicSpec
 
+UNSEEN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED)
 METADATA_POLL_SECONDS = 0.02
 PING_SECONDS = 1.0
 # The broker creates all files within this time; 10 s were too short once on a loaded machine.
@@ -120,6 +121,21 @@ class Admin(OffsetAdmin):
             for name, topic in topics.items()
         }
 
+    def topic_ids(self, names: Collection[str]) -> dict[str, str]:
+        """Return the ids of topics by name; those that are not there, or that this principal may
+        not see, are left out.
+        """
+        if not names:
+            return {}
+        futures = self._client.describe_topics(
+            TopicCollection(list(names)), request_timeout=self._timeout_seconds
+        )
+        topics = {
+            name: self._result(future, f"describing {name}", ignore=UNSEEN)
+            for name, future in futures.items()
+        }
+        return {name: str(topic.topic_id) for name, topic in topics.items() if topic is not None}
+
     def partitions(self, prefix: str) -> list[PartitionState]:
         """Return the partitions of the topics whose names begin with `prefix`, ordered."""
         try:
@@ -146,7 +162,9 @@ class Admin(OffsetAdmin):
         for name, future in self._client.create_topics(
             new, operation_timeout=self._timeout_seconds
         ).items():
-            self._result(future, f"creating topic {name}", ignore=KafkaError.TOPIC_ALREADY_EXISTS)
+            self._result(
+                future, f"creating topic {name}", ignore=(KafkaError.TOPIC_ALREADY_EXISTS,)
+            )
         self._await_metadata(
             lambda listed: {spec.name for spec in specs} - listed, "was created but is not listed"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -289,14 +289,14 @@ class OffsetAdmin:
         future: Future[Any],
         what: str,
         *,
-        ignore: int | None = None,
+        ignore: Collection[int] = (),
         timeout_seconds: float | None = None,
     ) -> Any:
         try:
             return future.result(timeout_seconds or self._timeout_seconds)
         except KafkaException as exception:
             error = extract_error(exception)
-            if error.code() == ignore:
+            if error.code() in ignore:
                 return None
             if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
                 raise BrokerRefused(

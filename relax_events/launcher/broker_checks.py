@@ -25,6 +25,7 @@ from relax_events.ops.dependent_runs import describe_dependent_runs
 from relax_events.ops.topic_apply import plan_changes
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.session.broker_address import open_admin
+from relax_events.session.resume import read_last_session, refuse_new_topics
 from relax_events.topics import TopicPlan
 from relax_events.weights.manifest import WeightManifest
 
@@ -52,6 +53,7 @@ def check_broker(run: CheckedRun) -> str:
     ]
     if conflicts := [change for change in changes if change.kind == "conflict"]:
         raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
+    refuse_new_topics(run.operator_config, read_last_session(run.operator_config))
     lanes = require_rollout_capacity(config, read_share_group_size(config, admin))
     return (
         f"{run.operator_config.broker.bootstrap_servers} answers; {len(changes)} topic change(s) "

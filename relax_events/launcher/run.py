@@ -60,6 +60,7 @@ from relax_events.session.resume import (
     known_settings,
     read_last_session,
     refuse_changes,
+    refuse_new_topics,
 )
 from relax_events.telemetry.logs import configure_logs
 from relax_events.topics import TopicPlan
@@ -185,6 +186,7 @@ class RunSession:
         that were not accepted.
         """
         described = read_last_session(self._config)
+        refuse_new_topics(self._config, described)
         self._config, derived = resolve_defaults(
             self._config, earlier_config=known_settings(self._config, described)
         )

@@ -5,7 +5,7 @@ forked without its file. `ParentRun` is the parent of a replay or a fork, as its
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,7 @@ def build_run_description(
     from_version: int | None = None,
     store_marker: str = "",
     chat_template: str = "",
+    topic_ids: Mapping[str, str] | None = None,
 ) -> RunDescribed:
     """Return the description of a run for the log. Its folders are absolute, because its readers
     have other working directories.
@@ -62,6 +63,7 @@ def build_run_description(
             first.
         store_marker: Value of the object store's marker.
         chat_template: Text of the template that prompts are rendered by.
+        topic_ids: Kafka's ids of the run's topics, by name.
     """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
@@ -87,6 +89,7 @@ def build_run_description(
         from_version=from_version,
         store_marker=store_marker,
         chat_template=chat_template,
+        topic_ids=dict(topic_ids or {}),
     )
 
 
@@ -113,6 +116,7 @@ def _content(described: RunDescribed) -> tuple[Any, ...]:
         described.package_version,
         described.store_marker,
         described.chat_template,
+        described.topic_ids,
     )
 
 

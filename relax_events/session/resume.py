@@ -4,7 +4,7 @@ accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from hashlib import sha256
 from itertools import pairwise
@@ -122,6 +122,47 @@ def find_changes(described: RunDescribed, config: RunConfig) -> list[Change]:
         return []
     trees = (orjson.loads(build_run_description(one).config) for one in (old, config))
     return changes_between(old, config, old_tree=next(trees), new_tree=next(trees))
+
+
+def refuse_new_topics(config: RunConfig, described: RunDescribed | None) -> None:
+    """Refuse a run whose topics are not those that its log describes, before anything starts.
+
+    Raises:
+        ConfigError: A topic was deleted, or made anew under its name; the text has both ids.
+        BrokerError: The topics can't be described.
+    """
+    if described is not None and described.topic_ids:
+        with closing(open_admin(config, name="run")) as admin:
+            require_same_topics(config, described, admin.topic_ids(described.topic_ids))
+
+
+def require_same_topics(
+    config: RunConfig, described: RunDescribed, topic_ids: Mapping[str, str]
+) -> None:
+    """Require that a run's topics are those that its log describes.
+
+    Args:
+        config: The run.
+        described: The newest description on its log. In a copy of a log, as an import makes it, its
+            ids are those of other topics, the log's own among them.
+        topic_ids: Of the topics that are there, by name.
+    Raises:
+        ConfigError: One was deleted, or made anew under its name; the text has both ids.
+    """
+    logged, commands = described.topic_ids, TopicPlan.from_config(config).topic(COMMANDS)
+    if logged.get(commands) != topic_ids.get(commands):
+        return
+    changed = [name for name in sorted(logged) if topic_ids.get(name) != logged[name]]
+    if not changed:
+        return
+    name = changed[0]
+    state = f"got {topic_ids[name]}" if name in topic_ids else "and there is no such topic"
+    raise ConfigError(
+        f"topic {name} is not the one that run {config.run.id} has written to: its id must be "
+        f"{logged[name]} as on the log, {state} ({len(changed)} such topics). Its records are "
+        f"lost; continue from the newest weights by relax runs fork {config.run.id} NEW_ID, or "
+        "take another run.id"
+    )
 
 
 def find_template_changes(described: RunDescribed, config: RunConfig) -> list[Change]:

@@ -1,0 +1,42 @@
+"""A topic that was made anew under its name is refused by `relax run` and the doctor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from relax_events.config import RunConfig
+from relax_events.errors import ConfigError
+from relax_events.kafka.admin import Admin
+from relax_events.ops.topic_apply import apply_topics
+from relax_events.runtime.run_description import build_run_description
+from relax_events.session.resume import refuse_new_topics
+from relax_events.topics import TopicPlan
+
+
+def test_ids_of_topics_are_kafkas(admin: Admin, make_topic: Callable[..., str]) -> None:
+    name = make_topic("work")
+    ids = admin.topic_ids([name, f"{name}.missing"])
+    assert list(ids) == [name]
+    assert ids == admin.topic_ids([name])
+    assert admin.topic_ids([]) == {}
+    admin.delete([name])
+    assert admin.topic_ids([name]) == {}
+
+
+def test_a_topic_made_anew_is_refused(admin: Admin, apply_run: Callable[..., RunConfig]) -> None:
+    config = apply_run()
+    plan = TopicPlan.from_config(config)
+    described = build_run_description(
+        config, topic_ids=admin.topic_ids([spec.name for spec in plan.specs()])
+    )
+    assert len(described.topic_ids) == len(plan.specs())
+    refuse_new_topics(config, described)
+    topic = plan.sample_topics()[0]
+    admin.delete([topic])
+    with pytest.raises(ConfigError, match=rf"topic {topic} .*there is no such topic"):
+        refuse_new_topics(config, described)
+    apply_topics(config, admin)
+    with pytest.raises(ConfigError, match=rf"topic {topic} is not the one that run .*, got "):
+        refuse_new_topics(config, described)
