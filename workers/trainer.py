@@ -43,6 +43,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.names import EVALUATIONS, TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
 from relax_events.training.backend.protocol import TrainerBackend
+from relax_events.training.backend.step_sums import require_agreement
 from relax_events.training.backend.weight_stream import weight_parts
 from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.balanced_batches import BalancedBatches
@@ -65,7 +66,6 @@ from relax_events.training.replay.recorded_batches import RecordedBatches
 from relax_events.training.replay.recovery import Recovery
 from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
-from relax_events.training.weight_agreement import require_agreement
 
 log = structlog.get_logger()
 
@@ -378,9 +378,11 @@ class TrainLoop:
                 log.error("update.skipped", train_step=step, error=str(error))
                 self._backend.skip_step()
                 return None
-        if step == self._config.first_version and not self._config.is_replay:
-            require_agreement(taken, self._config)
-        return taken.to_metrics(of_engine=self._config.algorithm.has_rewards)
+        has_engine = self._config.algorithm.has_rewards
+        if has_engine and step == self._config.first_version and not self._config.is_replay:
+            bound = self._config.trainer.max_start_mismatch
+            require_agreement(taken, bound=bound, policy_version=step)
+        return taken.to_metrics(of_engine=has_engine)
 
     def _start_checkpoint(self) -> PendingCheckpoint:
         extra = {

@@ -22,6 +22,7 @@ from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import RunCommanded
 from relax_events.projections.health import (
     MICROS,
+    PIPELINE_REASON,
     HealthState,
     Intervention,
     LastHeartbeat,
@@ -224,9 +225,10 @@ def _escalate(
     if restores and now - restores[-1] < limits.wait_micros(len(restores)):
         return []
     if len(restores) >= limits.max_pipeline_restarts:
+        first = _describe_first(state.find_first_unrecovered(), reason, symptom=symptom)
         text = (
             f"{reason}; nor did {len(restores)} pipeline restarts "
-            "(health.max_pipeline_restarts); see "
+            f"(health.max_pipeline_restarts){first}; see "
             "docs/how-to/alerts.md#relaxrunaborted"
         )
         return [
@@ -246,9 +248,23 @@ def _escalate(
     return [
         Intervention(
             now, RecoveryLevel.PIPELINE_RESTART, symptom, heartbeat.worker_id, heartbeat.role
-        ).to_command(reason=f"pipeline restart: {reason}")
+        ).to_command(reason=f"{PIPELINE_REASON}{reason}")
         for heartbeat in targets
     ]
+
+
+def _describe_first(first: Intervention | None, reason: str, *, symptom: Symptom) -> str:
+    """Return what the first intervention was for, where that is another symptom, or another
+    worker's.
+    """
+    if first is None:
+        return ""
+    is_of_worker = first.level is RecoveryLevel.WORKER_RESTART
+    is_same_worker = not is_of_worker or reason.startswith(f"{first.worker_id} ")
+    if first.symptom is symptom and is_same_worker:
+        return ""
+    name = f"{first.worker_id} " if is_of_worker else ""
+    return f"; it began when {name}{first.reason.removeprefix(PIPELINE_REASON)}"
 
 
 def _describe_symptom(

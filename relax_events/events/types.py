@@ -480,7 +480,7 @@ class RunDescribed:
     """Text of the chat template that prompts are rendered by. Empty when they are rendered by none,
     or the writer has no model folder."""
     topic_ids: dict[str, str] = field(default_factory=dict)
-    """Kafka's ids of the run's topics, by name: a topic that was made anew under its name has
+    """Kafka's ids of the run's topics, by name: a topic that was created again under its name has
     another."""
     described_at: int = field(default_factory=now_micros)
     """When this was written (UTC)."""

@@ -58,13 +58,19 @@ class DeathCount:
             restart.
         num_stalled: Deaths without that and without a committed step of the run.
         num_steps: Committed steps at the newest death.
+        first_idle_cause: The error of the first of the deaths that `num_idle` counts.
+        first_stalled_cause: Of those that `num_stalled` counts.
     """
 
     num_idle: int = 0
     num_stalled: int = 0
     num_steps: int = 0
+    first_idle_cause: str = ""
+    first_stalled_cause: str = ""
 
-    def count_death(self, progress: Progress, *, worker_id: str, role: str, pid: int) -> Self:
+    def count_death(
+        self, progress: Progress, *, worker_id: str, role: str, pid: int, cause: str = ""
+    ) -> Self:
         """Return the count after another death.
 
         Args:
@@ -72,6 +78,7 @@ class DeathCount:
             worker_id: The worker that died.
             role: Its role.
             pid: Of the process that died.
+            cause: Its error.
         """
         has_stepped = progress.num_steps > self.num_steps
         is_own = progress.has_processed(worker_id, pid) or (
@@ -80,8 +87,23 @@ class DeathCount:
         num_idle = 0 if is_own else self.num_idle
         num_stalled = 0 if is_own or has_stepped else self.num_stalled
         return replace(
-            self, num_idle=num_idle + 1, num_stalled=num_stalled + 1, num_steps=progress.num_steps
+            self,
+            num_idle=num_idle + 1,
+            num_stalled=num_stalled + 1,
+            num_steps=progress.num_steps,
+            first_idle_cause=self.first_idle_cause if num_idle else cause,
+            first_stalled_cause=self.first_stalled_cause if num_stalled else cause,
         )
+
+    def describe_causes(self, last: str, *, is_elastic: bool) -> str:
+        """Return the first cause of the counted deaths, and the last where that is another.
+
+        Args:
+            last: The error of the newest death.
+            is_elastic: As for `exceeds`.
+        """
+        first = self.first_idle_cause if is_elastic else self.first_stalled_cause
+        return last if first in ("", last) else f"first of {first}; now of {last}"
 
     def exceeds(self, max_restarts: int, *, is_elastic: bool) -> bool:
         """Return whether the worker is abandoned. The run continues without an elastic worker, so

@@ -283,7 +283,11 @@ class Supervisor:
         )  # the health manager counts its own restarts, and an outage is no fault of the worker
         if counts:
             managed.deaths = managed.deaths.count_death(
-                progress, worker_id=managed.worker_id, role=managed.role, pid=process.pid
+                progress,
+                worker_id=managed.worker_id,
+                role=managed.role,
+                pid=process.pid,
+                cause=ending.text,
             )
         is_too_often = counts and managed.deaths.exceeds(
             self._config.workers.max_restarts, is_elastic=managed.is_elastic
@@ -329,7 +333,8 @@ class Supervisor:
             what = f"died {managed.deaths.num_idle} times in a row without a finished record"
         else:
             what = f"died {managed.deaths.num_stalled} times in a row without a committed step"
-        text = f"{ending.worker_id} {what}: {ending.text}; log: {ending.log_path}"
+        causes = managed.deaths.describe_causes(ending.text, is_elastic=managed.is_elastic)
+        text = f"{ending.worker_id} {what}: {causes}; log: {ending.log_path}"
         if ending.error is None:
             text += f", which ends in:\n{read_log_tail(ending.log_path)}"
         log.error(

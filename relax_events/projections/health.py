@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from relax_events.config import RunConfig
@@ -25,6 +25,10 @@ class Symptom(StrEnum):
     STANDSTILL = "standstill"
 
 
+PIPELINE_REASON = "pipeline restart: "
+"""Before the reason of a restart of the pipeline."""
+
+
 class RecoveryLevel(StrEnum):
     """The scope of an intervention: restart one worker, or restart all workers of the pipeline."""
 
@@ -43,6 +47,7 @@ class Intervention:
     symptom: Symptom
     worker_id: str
     role: str
+    reason: str = field(default="", compare=False)
 
     @classmethod
     def from_command(cls, event: RunCommanded) -> Intervention | None:
@@ -54,7 +59,8 @@ class Intervention:
             symptom = Symptom(event.arguments.get("symptom", ""))
         except ValueError:
             return None
-        return cls(event.commanded_at, level, symptom, event.worker_id, event.role or "")
+        worker_id, role = event.worker_id, event.role or ""
+        return cls(event.commanded_at, level, symptom, worker_id, role, event.reason)
 
     def to_command(self, *, reason: str) -> RunCommanded:
         """Return the command that records the intervention on the log."""
@@ -188,13 +194,20 @@ class HealthState(RunPhase):
         """Return the times of interventions of a level, without duplicates, that too few committed
         steps followed to count as successful.
         """
-        helped = self._steps[0] if len(self._steps) == self._steps.maxlen else 0
         times = {
             act.at
-            for act in self.interventions
-            if act.level is tier and act.at >= helped and worker_id in (None, act.worker_id)
+            for act in self._list_unrecovered()
+            if act.level is tier and worker_id in (None, act.worker_id)
         }
         return sorted(times)
+
+    def find_first_unrecovered(self) -> Intervention | None:
+        """Return the first of the interventions that did not help."""
+        return min(self._list_unrecovered(), key=lambda act: act.at, default=None)
+
+    def _list_unrecovered(self) -> list[Intervention]:
+        helped = self._steps[0] if len(self._steps) == self._steps.maxlen else 0
+        return [act for act in self.interventions if act.at >= helped]
 
     def last_intervention_at(self, worker_id: str) -> int:
         """Return the time of the newest intervention on a worker; 0 if there was none."""

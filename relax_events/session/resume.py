@@ -128,7 +128,7 @@ def refuse_new_topics(config: RunConfig, described: RunDescribed | None) -> None
     """Refuse a run whose topics are not those that its log describes, before anything starts.
 
     Raises:
-        ConfigError: A topic was deleted, or made anew under its name; the text has both ids.
+        ConfigError: A topic was deleted, or created again under its name; the text has both ids.
         BrokerError: The topics can't be described.
     """
     if described is not None and described.topic_ids:
@@ -147,7 +147,7 @@ def require_same_topics(
             ids are those of other topics, the log's own among them.
         topic_ids: Of the topics that are there, by name.
     Raises:
-        ConfigError: One was deleted, or made anew under its name; the text has both ids.
+        ConfigError: One was deleted, or created again under its name; the text has both ids.
     """
     logged, commands = described.topic_ids, TopicPlan.from_config(config).topic(COMMANDS)
     if logged.get(commands) != topic_ids.get(commands):

@@ -1,4 +1,4 @@
-"""A topic that was made anew under its name is refused by `relax run` and the doctor."""
+"""A topic that was created again under its name is refused by `relax run` and the doctor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def test_ids_of_topics_are_kafkas(admin: Admin, make_topic: Callable[..., str]) 
     assert admin.topic_ids([name]) == {}
 
 
-def test_a_topic_made_anew_is_refused(admin: Admin, apply_run: Callable[..., RunConfig]) -> None:
+def test_a_topic_created_again_is_refused(
+    admin: Admin, apply_run: Callable[..., RunConfig]
+) -> None:
     config = apply_run()
     plan = TopicPlan.from_config(config)
     described = build_run_description(

@@ -7,13 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_events.controller.health import HealthLimits, decide, find_symptoms
 from relax_events.events.parts import Command, WorkerState
 from relax_events.events.types import Event, RunCommanded, WorkerHeartbeat
-from relax_events.projections.health import HealthState
+from relax_events.projections.health import HealthState, Intervention, RecoveryLevel, Symptom
 from tests.unit.run_events import make_heartbeat as make_heartbeat
 from tests.unit.run_events import run_config, train_step
 
@@ -321,7 +322,21 @@ def test_deadlocked_run_is_restored_and_finally_aborted() -> None:
     assert world.commands[-1].command is Command.STOP
     assert world.commands[-1].reason.startswith(
         "no worker has had any work for 120 s, and the goal is not reached; nor did 3 "
-        "pipeline restarts"
+        "pipeline restarts (health.max_pipeline_restarts); see docs/"
+    )
+
+
+@pytest.mark.parametrize("symptom", [Symptom.STUCK, Symptom.SILENT])
+def test_end_of_a_run_names_what_its_restarts_began_with(symptom: Symptom) -> None:
+    world = World(workers(), commits=False)
+    first = Intervention(1, RecoveryLevel.WORKER_RESTART, symptom, "reward-0", "reward")
+    world.observe(first.to_command(reason="has sent no heartbeat for 70 s"))
+    waiting(world)
+    world.run(2200)
+    assert world.commands[-1].command is Command.STOP
+    assert (
+        "(health.max_pipeline_restarts); it began when reward-0 has sent no heartbeat for 70 s; see"
+        in world.commands[-1].reason
     )
 
 

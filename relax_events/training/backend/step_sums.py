@@ -17,7 +17,7 @@ from torch import Tensor
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO
 from relax_events.algorithms.objective import ObjectiveInputs, TokenLosses
-from relax_events.errors import StepNotFinite
+from relax_events.errors import ConfigError, StepNotFinite
 from relax_events.training.backend.protocol import StepMetrics
 from relax_events.training.ranks import GatheringRanks
 
@@ -54,6 +54,10 @@ class Totals:
     num_samples: float
 
 
+NUM_NAMED = 8
+"""Samples in an error."""
+FAR_NATS = 0.1
+"""Rounding hardly ever moves the mean absolute difference so far."""
 NUM_DEVICE_SUMS = 20
 """So many sums are computed on the device; the others are counts known on the host."""
 
@@ -268,6 +272,35 @@ def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float
             for name in updates[0].algorithm_metrics
         },
         worst_sample_ids=updates[0].worst_sample_ids,
+    )
+
+
+def require_agreement(first: StepMetrics, *, bound: float, policy_version: int) -> None:
+    """Require that the log-probabilities of a run's first train step, computed by engine and
+    trainer with the same weights, differ by rounding at most.
+
+    Args:
+        first: Metrics of the step.
+        bound: Of `mismatch_kl`, in nats per token; 0 takes any.
+        policy_version: Of the weights.
+    Raises:
+        ConfigError: They differ; the text says by how much and in which samples.
+    """
+    if not bound or first.mismatch_kl <= bound:
+        return
+    remedy = (
+        "their weights or prompts are not the same: see that relax doctor finds every tensor of "
+        "model.path, and that engine.name supports the model"
+        if first.mismatch_mean_abs > FAR_NATS
+        else "if model.dtype or the routing of experts explains it, set model.routing_replay = "
+        "'rollout', model.dtype = 'float32', or trainer.max_start_mismatch above it"
+    )
+    raise ConfigError(
+        f"engine and trainer compute other log-probabilities for policy version {policy_version}: "
+        f"mismatch_kl must be <= trainer.max_start_mismatch = {bound:g} nats a token, got "
+        f"{first.mismatch_kl:.3g} over {first.num_loss_tokens} tokens (mean absolute difference "
+        f"{first.mismatch_mean_abs:.3g}, largest {first.mismatch_max_abs:.3g} in the micro-batch "
+        f"of samples {', '.join(first.worst_sample_ids[:NUM_NAMED])}); {remedy}"
     )
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relax_events.launcher.managed_process import DeathCount, Progress
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT, WorkerExit
@@ -110,3 +112,20 @@ def test_broker_client_abort_is_recognized_by_its_log_output(
     )
     assert abort.text == CLIENT_ABORT_TEXT
     assert replace(abort, code=-signal.SIGKILL).text == "ended by SIGKILL"
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["a", "b", "c"]), st.booleans()), min_size=1, max_size=8),
+    st.booleans(),
+)
+def test_the_first_cause_of_a_loop_is_kept(seen: list[tuple[str, bool]], is_elastic: bool) -> None:
+    """A committed step ends the loop of a worker that the run needs, not that of an elastic one."""
+    deaths, num_steps, causes = DeathCount(), 0, list[str]()
+    for cause, has_stepped in seen:
+        num_steps += has_stepped
+        causes = [*([] if has_stepped and not is_elastic else causes), cause]
+        deaths = deaths.count_death(
+            Progress(num_steps), worker_id="rollout-1", role="rollout", pid=PID, cause=cause
+        )
+    expected = causes[0] if causes[0] == cause else f"first of {causes[0]}; now of {cause}"
+    assert deaths.describe_causes(cause, is_elastic=is_elastic) == expected

@@ -1,4 +1,4 @@
-"""Topics that were made anew under their names, or are gone, are refused before anything starts."""
+"""Topics that were created again under their names, or are gone, are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_events.topics import TopicPlan
 from relax_events.topics.names import COMMANDS
 
 CONFIG = small_run(
-    {"run": {"id": "anew"}, "model": {"path": "unused"}, "data": {"source": "jsonl:unused"}}
+    {"run": {"id": "again"}, "model": {"path": "unused"}, "data": {"source": "jsonl:unused"}}
 )
 PLAN = TopicPlan.from_config(CONFIG)
 NAMES = [spec.name for spec in PLAN.specs()]
@@ -26,22 +26,22 @@ DESCRIBED = build_run_description(CONFIG, topic_ids=LOGGED)
 
 def test_the_same_topics_pass() -> None:
     require_same_topics(CONFIG, DESCRIBED, LOGGED)
-    require_same_topics(CONFIG, DESCRIBED, LOGGED | {"anew.reward.scores.1": "later"})
+    require_same_topics(CONFIG, DESCRIBED, LOGGED | {"again.reward.scores.1": "later"})
 
 
 @given(st.sets(st.sampled_from(OTHERS), min_size=1), st.sets(st.sampled_from(OTHERS)))
-def test_every_topic_that_is_another_is_refused(anew: set[str], gone: set[str]) -> None:
+def test_every_topic_that_is_another_is_refused(created: set[str], gone: set[str]) -> None:
     topic_ids = {name: topic_id for name, topic_id in LOGGED.items() if name not in gone}
-    topic_ids |= {name: f"new-{name}" for name in anew}
-    changed = sorted(anew | gone)
-    state = f"got new-{changed[0]}" if changed[0] in anew else "and there is no such topic"
+    topic_ids |= {name: f"new-{name}" for name in created}
+    changed = sorted(created | gone)
+    state = f"got new-{changed[0]}" if changed[0] in created else "and there is no such topic"
     with pytest.raises(ConfigError) as caught:
         require_same_topics(CONFIG, DESCRIBED, topic_ids)
     assert str(caught.value).startswith(
-        f"topic {changed[0]} is not the one that run anew has written to: its id must be "
+        f"topic {changed[0]} is not the one that run again has written to: its id must be "
         f"{LOGGED[changed[0]]} as on the log, {state} ({len(changed)} such topics)."
     )
-    assert "relax runs fork anew NEW_ID" in str(caught.value)
+    assert "relax runs fork again NEW_ID" in str(caught.value)
 
 
 @given(st.dictionaries(st.sampled_from(OTHERS), st.text(min_size=1)))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.step_sums import require_agreement
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
-from relax_events.training.weight_agreement import require_agreement
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, plain_logprobs, plain_model, run_config
 
@@ -27,6 +27,7 @@ SAMPLES = [
     for sample in make_samples(6, seed=4)
 ]
 """As an engine with the trainer's weights returns them."""
+BOUND = run_config().trainer.max_start_mismatch
 
 
 def train(samples: list[SampleReady]) -> StepMetrics:
@@ -45,7 +46,7 @@ def agreeing() -> StepMetrics:
 
 def test_the_same_weights_agree(agreeing: StepMetrics) -> None:
     assert agreeing.mismatch_kl < 1e-6
-    require_agreement(agreeing, run_config())
+    require_agreement(agreeing, bound=1e-6, policy_version=0)
 
 
 def test_the_sample_that_differs_is_named() -> None:
@@ -53,7 +54,7 @@ def test_the_sample_that_differs_is_named() -> None:
     shifted = changed(odd, rollout_logprobs=odd.rollout_logprobs - 2 * odd.loss_mask)
     metrics = train([*SAMPLES[:3], shifted, *SAMPLES[4:]])
     with pytest.raises(ConfigError, match=r"for policy version 0: mismatch_kl .* samples s3\);"):
-        require_agreement(metrics, run_config())
+        require_agreement(metrics, bound=BOUND, policy_version=0)
 
 
 def test_a_head_that_each_process_draws_for_itself_ends_the_run() -> None:
@@ -72,26 +73,20 @@ def test_a_head_that_each_process_draws_for_itself_ends_the_run() -> None:
         for sample in SAMPLES
     ]
     with pytest.raises(ConfigError, match=r"weights or prompts are not the same: .*relax doctor"):
-        require_agreement(train(samples), run_config())
+        require_agreement(train(samples), bound=BOUND, policy_version=0)
 
 
-@given(
-    kl=st.floats(0, 5),
-    bound=st.floats(0, 2),
-    mean_abs=st.floats(0, 3),
-    algorithm=st.sampled_from(["grpo", "sft"]),
-)
+@given(kl=st.floats(0, 5), bound=st.floats(0, 2), mean_abs=st.floats(0, 3))
 def test_the_bound_decides_alone(
-    agreeing: StepMetrics, kl: float, bound: float, mean_abs: float, algorithm: str
+    agreeing: StepMetrics, kl: float, bound: float, mean_abs: float
 ) -> None:
     metrics = replace(agreeing, mismatch_kl=kl, mismatch_mean_abs=mean_abs)
-    config = run_config(trainer={"max_start_mismatch": bound}, algorithm={"name": algorithm})
-    if algorithm == "sft" or not bound or kl <= bound:
-        require_agreement(metrics, config)
+    if not bound or kl <= bound:
+        require_agreement(metrics, bound=bound, policy_version=0)
         return
     remedy = "relax doctor" if mean_abs > 0.1 else "trainer.max_start_mismatch above it"
     with pytest.raises(ConfigError, match=remedy):
-        require_agreement(metrics, config)
+        require_agreement(metrics, bound=bound, policy_version=0)
 
 
 def test_samples_are_no_metrics_of_the_log(agreeing: StepMetrics) -> None:
