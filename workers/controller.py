@@ -26,7 +26,7 @@ from relax_events.controller.scaling_bounds import ScalingBounds, read_share_gro
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.data.rendering import read_run_template
 from relax_events.deadline import Deadline
-from relax_events.errors import BrokerError
+from relax_events.errors import BrokerError, ConfigError
 from relax_events.events.parts import Command, now_micros
 from relax_events.events.types import (
     ChangeRequested,
@@ -191,11 +191,24 @@ class ControllerLoop:
             self._config,
             from_version=max(versions, default=None),
             store_marker=mark.value,
-            chat_template=read_run_template(self._config.data, self._config.model.path),
+            chat_template=self._read_template(descriptions),
             topic_ids=topic_ids,
         )
         if not is_recorded(described, history):
             self._worker.records.producer.write([self._worker.records.build(COMMANDS, described)])
+
+    def _read_template(self, descriptions: Sequence[RunDescribed]) -> str:
+        """Return the text of the run's chat template; where this process has no such file, that of
+        the log.
+        """
+        data, text = self._config.data, ""
+        if not data.chat_template:
+            return ""
+        try:
+            text = read_run_template(data, self._config.model.path)
+        except ConfigError as error:
+            log.warning("chat_template.read_failed", error=str(error))
+        return text or (descriptions[-1].chat_template if descriptions else "")
 
     def _read_topic_ids(self, descriptions: Sequence[RunDescribed]) -> dict[str, str]:
         """Return the ids of the run's topics, once they are those that its log describes."""

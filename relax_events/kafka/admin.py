@@ -75,7 +75,7 @@ class Admin(OffsetAdmin):
                 brokers = self._client.list_topics(
                     timeout=min(PING_SECONDS, max(deadline.remaining_seconds, 0.01))
                 ).brokers.values()
-                names = [format_address(one.host, one.port) for one in brokers]
+                names = [format_address(one.host or "", one.port) for one in brokers]
                 if problem := explain_unresolved_names(self._connection, names):
                     raise BrokerUnavailable(problem)
                 return len(names)

@@ -176,8 +176,8 @@ def find_template_changes(described: RunDescribed, config: RunConfig) -> list[Ch
     if not old or not new or old == new:
         return []
     on_resume = find_rule(TEMPLATE_KEY)
-    digests = (f"text {sha256(text.encode()).hexdigest()[:12]}" for text in (old, new))
-    return [Change(TEMPLATE_KEY, *digests, on_resume.rule, on_resume.effect)]
+    before, after = (f"text {sha256(text.encode()).hexdigest()[:12]}" for text in (old, new))
+    return [Change(TEMPLATE_KEY, before, after, on_resume.rule, on_resume.effect)]
 
 
 def refuse_changes(run_id: str, changes: Sequence[Change], *, is_accepted: bool) -> None:

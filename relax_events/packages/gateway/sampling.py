@@ -13,7 +13,9 @@ from relax_events.api.engines import SamplingConfig
 SEED_BITS = 63
 MIN_TEMPERATURE = 1e-5
 """Below it logits divided by it leave float32; the most probable token is taken, as by 0."""
-EMPTY = (None, "", [], {})
+MAX_SHOWN = 100
+"""Characters of a refused field in its error; a repr has no lone surrogates, unlike the field."""
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 MAX_TOKEN_ID = 2**31
 """Exclusive; an engine keeps ids, and how many of them `top_k` keeps, in 32 bits."""
 
@@ -69,7 +71,8 @@ class CallSampling(BaseModel):
             if not data.get("tools"):
                 values += cls.WITHOUT_TOOLS.get(key, ())
             if (value := _drop_nulls(data[key])) not in EMPTY and value not in values:
-                raise ValueError(f"{key} = {data[key]!r} is not supported here; leave it out")
+                name, shown = repr(key)[1:-1][:MAX_SHOWN], repr(data[key])[:MAX_SHOWN]
+                raise ValueError(f"{name} = {shown} is not supported here; leave it out")
         return {key: value for key, value in data.items() if value is not None}
 
     def build_config(self, max_new_tokens: int) -> SamplingConfig:

@@ -22,7 +22,7 @@ from relax_events.api.events import FinishReason
 from relax_events.packages.gateway.chat_dialect import openai_error
 from relax_events.packages.gateway.dialect import RETRY_SECONDS, Problem
 from relax_events.packages.gateway.disconnects import cancel_on_disconnect
-from relax_events.packages.gateway.sampling import MAX_TOKEN_ID, CallSampling
+from relax_events.packages.gateway.sampling import MAX_SHOWN, MAX_TOKEN_ID, CallSampling
 from relax_events.packages.gateway.served_model import ServedModel
 
 PATH = "/inference/v1/generate"
@@ -70,7 +70,8 @@ class TokenBody(BaseModel):
         fields = data.keys() if isinstance(data, dict) else frozenset()
         for key in sorted(fields - cls.model_fields.keys() - IGNORED_FIELDS):
             if data[key]:
-                raise ValueError(f"{key} is not accepted by this route; leave it out")
+                name = repr(key)[1:-1][:MAX_SHOWN]
+                raise ValueError(f"{name} is not accepted by this route; leave it out")
         return data
 
 

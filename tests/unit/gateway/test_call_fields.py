@@ -159,6 +159,14 @@ def test_no_field_is_dropped_in_silence(call: type[ModelCall], field: str, value
         call.model_validate(BODIES[call] | {field: value})
 
 
+@pytest.mark.parametrize("field", ["\ud800", "a" * 10**6])
+def test_the_error_of_an_odd_field_is_short_text(field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ChatCall.model_validate({"messages": HELLO, field: "b" * 10**6})
+    (problem,) = caught.value.errors()
+    assert len(problem["msg"].encode()) < 400
+
+
 @pytest.mark.parametrize("call", [ChatCall, ResponsesCall])
 @pytest.mark.parametrize("choice", [{"tool_choice": "none"}, {"parallel_tool_calls": False}])
 def test_a_choice_that_forbids_calls_is_refused_with_tools(
