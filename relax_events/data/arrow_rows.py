@@ -40,7 +40,7 @@ def read_rows(table: pa.Table | pa.RecordBatch, *, named: Collection[str]) -> It
 
 
 def _build_column(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | None:
-    """Build the conversion of a column: pandas writes integers beside nulls as floats."""
+    """Build the conversion of a column: pandas writes integers next to nulls as floats."""
     return _read_float if pa.types.is_floating(kind) else _build(kind, path, named)
 
 

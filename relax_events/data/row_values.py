@@ -19,7 +19,7 @@ from relax_events.events.json_text import WrittenFloat, format_json, parse_json
 from relax_events.topics.plan import MAX_RECORD_BYTES
 
 MAX_ROW_BYTES = MAX_RECORD_BYTES * 3 // 4
-"""Of a row's texts. The records of its samples repeat them beside completion and tokens."""
+"""Of a row's texts. The records of its samples repeat them, with completion and tokens."""
 JSON_TYPE_NAMES = {
     type(None): "null",
     dict: "an object",

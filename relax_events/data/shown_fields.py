@@ -17,7 +17,7 @@ from relax_events.events.parts import ChatMessage, ToolCall
 TOOLS, TOOL_CALLS, THOUGHTS = "tools", "tool_calls", "thoughts (reasoning_content)"
 NAMES = "names of role "
 MARK, ID = "zqxmark", "abcdefghi"
-"""Some templates want ids of nine letters."""
+"""Some templates want ids of nine characters."""
 Render = Callable[[Sequence[ChatMessage], str], str]
 QUESTION = ChatMessage.of_text("user", "a")
 ANSWER = ChatMessage.of_text("assistant", "b")

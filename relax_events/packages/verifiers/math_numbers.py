@@ -178,7 +178,7 @@ def read_number(text: str) -> Number | None:
         return None
     return Number(
         -value if parts["sign"] == "-" else value,
-        _count_places(parts),
+        _count_decimals(parts),
         unit,
         parts["percent"] is not None,
     )
@@ -219,8 +219,8 @@ def _read_decimal(parts: dict[str, str | None]) -> Fraction:
     decimal, repeated = parts["decimal"] or "", parts["repeated"]
     value = _read_plain(decimal)
     if repeated is not None:
-        num_places = len(decimal.partition(".")[2])
-        value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**num_places)
+        num_decimals = len(decimal.partition(".")[2])
+        value += Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**num_decimals)
     return value * Fraction(10) ** _read_power(parts)
 
 
@@ -232,7 +232,7 @@ def _read_plain(text: str | None) -> Fraction:
     return Fraction((text or "").replace(",", ""))
 
 
-def _count_places(parts: dict[str, str | None]) -> int | None:
+def _count_decimals(parts: dict[str, str | None]) -> int | None:
     _, point, digits = (parts["decimal"] or "").partition(".")
     return len(digits) - _read_power(parts) if point and parts["repeated"] is None else None
 

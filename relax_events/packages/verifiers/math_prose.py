@@ -46,7 +46,7 @@ CHANGE_AFTER = re.compile(
     r"|(?:\w+\s+)?(?:is|are|was)(?:\s+(?:wrong|incorrect|false|not\s+(?:right|correct|the|it|an?))|n['\u2019]t)\b",
     re.IGNORECASE,
 )
-"""Words that make another number of the one beside them, or deny it."""
+"""Words that change the number next to them, or deny it."""
 NUM_CLOSE_WORDS = 4
 EQUATION = re.compile(r"(?<![<>!])=")
 SYMBOL = re.compile(r"(?<!\\)\b(?!(?<=\d )x(?= [\d(]))[a-zA-Z]\b")

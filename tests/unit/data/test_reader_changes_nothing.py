@@ -404,7 +404,7 @@ def test_other_parts_are_named(tmp_path: Path, part: Any, text: str) -> None:
     assert "rows.jsonl:1: prompt" in str(caught.value)
 
 
-def test_parts_and_marks_take_the_files_of_columns_beside_files_of_their_own(
+def test_parts_and_marks_take_the_files_of_columns_and_files_of_their_own(
     tmp_path: Path,
 ) -> None:
     content = [
@@ -417,18 +417,18 @@ def test_parts_and_marks_take_the_files_of_columns_beside_files_of_their_own(
         "prompt": [{"role": "user", "content": content}],
         "answer": "x",
         "images": ["a.png", "b.png"],
-        "sounds": "a.wav",
+        "clips": "a.wav",
     }
-    keys = {"image": "images", "audio": "sounds"}
+    keys = {"image": "images", "audio": "clips"}
     read = read_line(tmp_path, json.dumps(row), multimodal_keys=keys)
     assert [item.source for item in read.media] == ["a.png", "a.wav", "mine.png", "b.png"]
     assert read.messages[0].parts[1].text == "an <image> tag, "
 
 
 def test_media_behind_the_prompt_are_refused(tmp_path: Path) -> None:
-    picture = {"role": "user", "content": [{"type": "image", "image": PNG}]}
+    question = {"role": "user", "content": [{"type": "image", "image": PNG}]}
     answer = {"role": "assistant", "content": "a"}
-    row = {"chat": [picture, answer, picture, answer]}
+    row = {"chat": [question, answer, question, answer]}
     with pytest.raises(ConfigError, match=r"rows.jsonl:1 has media after the prompt"):
         read_line(tmp_path, json.dumps(row), conversation_key="chat")
     last = read_line(tmp_path, json.dumps(row), conversation_key="chat", train_on="last")
