@@ -16,15 +16,17 @@ the tool's schema says whether it is JSON. Objects have their arguments under `a
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import NoneType
 from typing import Any, NoReturn
 
-from relax_events.events.json_text import TOO_DEEP, decode_json, parse_json
+from relax_events.events.json_text import TOO_DEEP, decode_begin, decode_json, parse_json
 
 Call = tuple[str, Mapping[str, Any]]
 """A tool's name, and its arguments."""
@@ -66,7 +68,8 @@ class ToolFormat:
     Attributes:
         name: As `environment.tool_call_format` has it.
         template_marks: A chat template with such a mark writes the format.
-        blocks: Matches a call with its tags; group 1 is the argument of `read`.
+        blocks: Matches a call with its tags; group 1 is the argument of `read`, None for a call
+            without an end, which is the rest of the turn: each character is read once.
         read: Returns the calls of a block; raises MalformedCall, or NoCall.
         openers: Begin a call; an opener that is left over has no end.
         wrappers: Stand around all calls of a turn.
@@ -123,8 +126,15 @@ def read_json(text: str) -> Any:
     Raises:
         MalformedCall: It is none, is nested too deep, or an object has a key twice.
     """
-    try:
+    with _named_reasons():
         return decode_json(text, parse_constant=_refuse_constant, object_pairs_hook=_build_object)
+
+
+@contextmanager
+def _named_reasons() -> Iterator[None]:
+    """Raise errors of the JSON decoder as MalformedCall."""
+    try:
+        yield
     except ValueError as error:
         is_deep = str(error) == TOO_DEEP
         raise MalformedCall("nested_too_deep" if is_deep else "not_json") from None
@@ -172,12 +182,14 @@ def _read_calls(value: Any) -> list[Call]:
 
 
 def _read_hermes(text: str, schemas: Schemas) -> list[Call]:
-    return _read_calls(read_json(text))
+    return _read_calls(read_json(text.strip()))
 
 
 FUNCTION = re.compile(r"\A<function=([^>\n]+)>(.*)</function>\Z", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+PARAMETER = re.compile(r"\s*+<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+ARGUMENT = re.compile(
+    r"\s*+<arg_key>(?>(.*?)</arg_key>)\s*+<arg_value>(.*?)</arg_value>", re.DOTALL
+)
 
 
 def _read_qwen3_coder(text: str, schemas: Schemas) -> list[Call]:
@@ -197,9 +209,7 @@ def _read_glm(text: str, schemas: Schemas) -> list[Call]:
 def _read_pairs(pattern: re.Pattern[str], text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys with their values, and refuse a text that has something else."""
     arguments, end = dict[str, Any](), 0
-    for pair in pattern.finditer(text):
-        if text[end : pair.start()].strip():
-            break
+    while (pair := pattern.match(text, end)) is not None:
         if (key := pair.group(1).strip()) in arguments:
             raise MalformedCall("key_twice")
         arguments[key] = _typed(pair.group(2), _list_kinds(_find_property(schema, key), schema))
@@ -282,25 +292,26 @@ def _read_llama3(text: str, schemas: Schemas) -> list[Call]:
     return _read_calls(values)
 
 
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_build_object)
+SEMICOLON = re.compile(r"\s*+(?:;\s*+|\Z)")
+
+
 def _read_values(text: str) -> list[Any]:
     """Return JSON objects with semicolons between them, or those of one list."""
-    values, begun = list[Any](), ""
-    for piece in text.split(";"):
-        begun += piece
-        try:
-            values.append(read_json(begun))
-            begun = ""
-        except MalformedCall as error:
-            if str(error) != "not_json":
-                raise
-            begun += ";"
-    if begun.strip("; \n") or not values:
-        raise MalformedCall("not_json")
+    text = text.strip().rstrip("; \n")
+    values, end = list[Any](), 0
+    while end < len(text) or not values:
+        with _named_reasons():
+            value, end = decode_begin(text, end, decoder=DECODER)
+        values.append(value)
+        if (gap := SEMICOLON.match(text, end)) is None:
+            raise MalformedCall("not_json")
+        end = gap.end()
     return values[0] if len(values) == 1 and isinstance(values[0], list) else values
 
 
 MISTRAL_CALL = re.compile(
-    r"\A\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\][^\[]*)?(?:\[ARGS\])?\s*(\{.*)\Z", re.DOTALL
+    r"\A\s*+([^\[\]{}\s]++)\s*+(?:\[CALL_ID\][^\[]*+)?+(?:\[ARGS\])?+\s*+(\{.*)\Z", re.DOTALL
 )
 
 
@@ -312,7 +323,7 @@ def _read_mistral(text: str, schemas: Schemas) -> list[Call]:
     return [_read_call({"name": match[1], "arguments": read_json(match[2])})]
 
 
-FENCE = re.compile(r"\A```(?:json)?\s*(.*?)\s*```\Z", re.DOTALL)
+FENCE = re.compile(r"\A```(?:json)?+(.*)```\Z", re.DOTALL)
 
 
 def _read_deepseek(text: str, schemas: Schemas) -> list[Call]:
@@ -322,20 +333,23 @@ def _read_deepseek(text: str, schemas: Schemas) -> list[Call]:
     if head.strip() == "function":  # V3 and R1: the type, and after it name and fenced arguments
         head, _, rest = rest.partition("\n")
     fenced = FENCE.match(rest.strip())
-    arguments = read_json(fenced[1] if fenced else rest)
+    arguments = read_json(fenced[1].strip() if fenced else rest)
     return [_read_call({"name": head.strip(), "arguments": arguments})]
 
 
 PYTHON_TAG = "<|python_tag|>"
 _block = partial(re.compile, flags=re.DOTALL)
-TAGGED = _block(r"<tool_call>\s*(.*?)\s*</tool_call>")
+TAGGED = _block(r"<tool_call>(?:(.*?)</tool_call>|.*)")
 FORMATS: Mapping[str, ToolFormat] = {
     one.name: one
     for one in (
         ToolFormat(
             "qwen3_coder",
             ("<function=",),
-            _block(r"(?:<tool_call>\s*)?(<function=.*?</function>)(?:\s*</tool_call>)?"),
+            _block(
+                r"(?:<tool_call>\s*+)?"
+                r"(?:(<function=.*?</function>)(?:\s*+</tool_call>)?|<function=.*)"
+            ),
             _read_qwen3_coder,
             ("<tool_call>", "<function="),
         ),
@@ -351,7 +365,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         ToolFormat(
             "deepseek",
             ("<｜tool▁call▁begin｜>",),
-            _block(r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁call▁end｜>"),
+            _block(r"(?<!\s)\s*+<｜tool▁call▁begin｜>(?:(.*?)<｜tool▁call▁end｜>|.*)"),
             _read_deepseek,
             ("<｜tool▁call▁begin｜>",),
             wrappers=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),

@@ -6,7 +6,8 @@ Integers keep all their digits: orjson reads those from 2^64 on as floats, and d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -46,8 +47,24 @@ def parse_json(text: str) -> Any:
 
 def decode_json(text: str, **hooks: Any) -> Any:
     """Parse JSON as `parse_json`, but take NaN, infinity and lone surrogates."""
-    try:
+    with _named_errors():
         return json.loads(text, **hooks)
+
+
+def decode_begin(text: str, start: int, *, decoder: json.JSONDecoder) -> tuple[Any, int]:
+    """Parse the JSON that begins at a character; return it, and where it ends.
+
+    Raises:
+        ValueError: As `decode_json`.
+    """
+    with _named_errors():
+        return decoder.raw_decode(text, start)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    try:
+        yield
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     except ValueError as error:

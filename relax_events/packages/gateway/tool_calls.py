@@ -20,7 +20,7 @@ from relax_events.data.tool_formats import (
     require_arguments,
 )
 
-THINKING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+THINKING = re.compile(r"\A\s*+(?:<think>)?+(.*?)</think>\s*", re.DOTALL)
 UNCLOSED = "unclosed"
 MAX_DEPTH = 200
 """Levels of arguments; what prints answers and prompts ends at 254."""
@@ -61,6 +61,8 @@ def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply
 
     def take(match: re.Match[str]) -> str:
         nonlocal num_left
+        if match.group(1) is None:
+            return match.group(0)
         try:
             read = style.read(match.group(1), schemas)
             calls.extend([_write_call(call, schemas) for call in read])
