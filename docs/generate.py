@@ -46,7 +46,7 @@ FOLDER = Path(__file__).parent / "reference"
 SECURITY_PAGE = Path(__file__).parent / "explanation" / "security.md"
 ENTRY_POINTS_HEADING = "## Entry points"
 TABLE = re.compile(r"(?<=\n\n)\|.*?(?=\n\n)", re.DOTALL)
-CONVENTIONS = """## Conventions
+CONVENTIONS = r"""## Conventions
 
 Where implementations differ, this table gives the choice here and elsewhere. The versions compared are TRL 1.16.0 and one public copy of each other code base.
 The entries for Stable-Baselines3 and for DAPO's own filter were not checked.
@@ -63,6 +63,7 @@ The entries for Stable-Baselines3 and for DAPO's own filter were not checked.
 | Masked tokens between turns, in GAE and discounted returns | skipped: the next loss token follows | verl's `compute_gae_advantage_return` and NeMo-RL the same; verl's REINFORCE++ restarts from 0 after each masked token; OpenRLHF takes their values and rewards for 0 and discounts over them |
 | Deviation with a leave-one-out mean | of the whole prompt group, around its mean | AReaL of the whole prompt group, around the means of the others: n / (n - 1) times as large; NeMo-RL also leaves the sample out of it, and does not divide if it is 0 |
 | KL term of the loss | the estimate as it is; `kl_unbiased` multiplies it by the ratio | TRL multiplies it unless `use_bias_correction_kl = false` |
+| KL estimates | k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, `abs` = \|d\| with d = log(policy / reference); with `+` the value as before, the gradient of k2, which on policy is that of KL(policy \|\| reference). `kl_bound` bounds the value, for `low_variance` by 10 | verl `kl`, `mse`, `low_var_kl`, `abs` and the same `+`, k3 within -10 and 10; OpenRLHF, slime and SkyRL bound by 10; NeMo-RL `kl_output_clamp_value` |
 """
 WHAT_IS_RETURNED = """## What a function may return
 

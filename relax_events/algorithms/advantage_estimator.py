@@ -229,14 +229,9 @@ def _kl_penalties(
         )
     difference = _differences(sample.policy_logprobs, sample.ref_logprobs, mask)
     k3 = np.exp(np.minimum(-difference, MAX_LOG_RATIO)) - 1 + difference
-    estimates = {
-        "k1": difference,
-        "k2": difference**2 / 2,
-        "k3": k3,
-        "low_variance": np.clip(k3, -10, 10),
-    }
-    penalties: Float64[np.ndarray, " tokens"] = (
-        algorithm.kl_coefficient * estimates[algorithm.kl_estimator]
+    estimates = {"k1": difference, "k2": difference**2 / 2, "abs": np.abs(difference)}
+    penalties: Float64[np.ndarray, " tokens"] = algorithm.kl_coefficient * np.clip(
+        estimates.get(algorithm.kl_estimator, k3), -algorithm.kl_limit, algorithm.kl_limit
     )
     return penalties
 

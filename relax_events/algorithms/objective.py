@@ -277,6 +277,7 @@ class Objective:
             base_logprobs=inputs.ref_logprobs,
             estimator=algorithm.kl_estimator,
             behaviour_logprobs=inputs.rollout_logprobs if algorithm.kl_unbiased else None,
+            bound=algorithm.kl_limit,
         )
         return losses + algorithm.kl_coefficient * kl, kl
 

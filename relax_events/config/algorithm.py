@@ -1,7 +1,8 @@
-"""The section `algorithm`: the objective."""
+"""The section `algorithm`: the objective, whose forms are values of few keys (ADR 76)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +32,9 @@ NOT_SHARED = (
 CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)}
 """What the corrections with a range take when the run file names none."""
 
+KlEstimator = Literal[
+    "k1", "k2", "k3", "abs", "low_variance", "k1+", "k3+", "abs+", "low_variance+"
+]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -118,9 +122,14 @@ class AlgorithmConfig(Section):
     """Tokens by which `constant_length` divides; 0 is `engine.sampling.max_new_tokens`."""
     kl_coefficient: NonNegative = 0.0
     """Weight of the KL estimate against the reference model; above 0 needs the reference role."""
-    kl_estimator: Literal["k1", "k2", "k3", "low_variance"] = "k3"
-    """Schulman's estimators of KL(policy || reference); `low_variance` is k3 clamped to [-10,
-    10]."""
+    kl_estimator: KlEstimator = "k3"
+    """Schulman's estimators of KL(policy || reference), with d = log(policy / reference) at a
+    sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `abs` is |d|, `low_variance` k3
+    within -10 and 10. With `+` the value is as before and the gradient that of k2
+    (straight-through), for the loss."""
+    kl_bound: NonNegative = 0.0
+    """The estimate is kept within -kl_bound and kl_bound nats; 0 is 10 for `low_variance`, no bound
+    for the others."""
     kl_placement: Literal["loss", "reward"] = "loss"
     """Whether the KL estimate is a term of the loss, or subtracted from the reward."""
     kl_unbiased: bool = False
@@ -273,6 +282,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "kl_unbiased = true corrects the gradient of a KL estimate in the loss; set "
                 "kl_placement = 'loss'"
+            )
+        if self.kl_placement == "reward" and self.kl_estimator.endswith("+"):
+            raise ValueError(
+                f"kl_estimator = {self.kl_estimator!r} is a value with another gradient, and a "
+                f"reward has none; set kl_estimator = {self.kl_estimator[:-1]!r}"
             )
         return self
 
@@ -455,6 +469,12 @@ class AlgorithmConfig(Section):
     def has_reward_kl(self) -> bool:
         """Whether the reward is lessened by a KL estimate."""
         return self.kl_coefficient > 0 and self.kl_placement == "reward"
+
+    @property
+    def kl_limit(self) -> float:
+        """The largest absolute value of a KL estimate, in nats."""
+        is_bounded = self.kl_estimator.startswith("low_variance")
+        return self.kl_bound or (10.0 if is_bounded else math.inf)
 
     @property
     def needs_critic(self) -> bool:

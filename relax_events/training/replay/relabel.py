@@ -34,7 +34,12 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
     as whitening.
     """
     kl = (
-        (algorithm.kl_coefficient, algorithm.kl_estimator, algorithm.old_logprobs)
+        (
+            algorithm.kl_coefficient,
+            algorithm.kl_estimator,
+            algorithm.kl_limit,
+            algorithm.old_logprobs,
+        )
         if algorithm.has_reward_kl
         else ()
     )

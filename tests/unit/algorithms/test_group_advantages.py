@@ -166,22 +166,26 @@ def test_kl_in_the_reward_of_a_sample_is_the_sum_over_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "terms"),
+    ("estimator", "bound", "terms"),
     [
-        ("k1", [0.5, -1.0, 2.0]),
-        ("k2", [0.125, 0.5, 2.0]),
-        ("k3", [np.exp(-0.5) - 0.5, np.e - 2, np.exp(-2) + 1]),
-        ("low_variance", [np.exp(-0.5) - 0.5, np.e - 2, np.exp(-2) + 1]),
+        ("k1", 0.0, [0.5, -1.0, 2.0]),
+        ("k2", 0.0, [0.125, 0.5, 2.0]),
+        ("k3", 0.0, [np.exp(-0.5) - 0.5, np.e - 2, np.exp(-2) + 1]),
+        ("abs", 0.0, [0.5, 1.0, 2.0]),
+        ("low_variance", 0.0, [np.exp(-0.5) - 0.5, np.e - 2, np.exp(-2) + 1]),
+        ("k1", 0.75, [0.5, -0.75, 0.75]),
+        ("low_variance", 1.0, [np.exp(-0.5) - 0.5, np.e - 2, 1.0]),
     ],
 )
 def test_token_level_kl_is_credited_to_the_token_and_those_before_it(
-    estimator: str, terms: list[float]
+    estimator: str, bound: float, terms: list[float]
 ) -> None:
     estimated = estimate(
         samples([1, 1, 1], with_logprobs=True),
         name="reinforce_plus_plus",
         kl_coefficient=0.1,
         kl_estimator=estimator,
+        kl_bound=bound,
     )
     first, second, third = terms
     assert estimated[0] == pytest.approx(

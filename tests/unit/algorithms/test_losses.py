@@ -97,6 +97,11 @@ def test_clipped_surrogate_stays_finite_when_the_ratio_would_overflow():
         ("k1", [0.5, -0.5, 0.0]),
         ("k2", [0.125, 0.125, 0.0]),
         ("k3", [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, 0.0]),
+        ("abs", [0.5, 0.5, 0.0]),
+        ("low_variance", [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, 0.0]),
+        ("k1+", [0.5, -0.5, 0.0]),
+        ("k3+", [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, 0.0]),
+        ("abs+", [0.5, 0.5, 0.0]),
     ],
 )
 def test_kl_estimate_matches_hand_computation(estimator, expected):
@@ -292,10 +297,14 @@ def test_low_variance_kl_is_clamped_after_multiplying_by_the_ratio():
         torch.tensor([-9.0, -2.0, -4.0]),
     )
     k3 = [math.exp(8) - 9, math.exp(-0.5) - 0.5, math.exp(-0.5) - 0.5]
-    plain = kl_estimate(logprobs, base_logprobs=base, estimator="low_variance")
+    plain = kl_estimate(logprobs, base_logprobs=base, estimator="low_variance", bound=10.0)
     assert plain.tolist() == pytest.approx([10.0, k3[1], k3[2]])
     weighted = kl_estimate(
-        logprobs, base_logprobs=base, estimator="low_variance", behaviour_logprobs=sampled
+        logprobs,
+        base_logprobs=base,
+        estimator="low_variance",
+        behaviour_logprobs=sampled,
+        bound=10.0,
     )
     assert weighted.tolist() == pytest.approx([10.0, math.e * k3[1], math.exp(3) * k3[2]], rel=1e-5)
 
@@ -316,6 +325,68 @@ def test_off_policy_kl_estimate_is_unbiased_in_value_and_gradient(
         policy, base_logprobs=base, estimator=estimator, behaviour_logprobs=sampled
     )
     mean = (sampled.exp() * estimates).sum()
+    assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(mean, logits)[0], expected, rtol=1e-12, atol=1e-14
+    )
+
+
+# With d = 0.5 and -2: the gradient of k1 is 1, of k2 d, of k3 1 - exp(-d), of abs the sign of d.
+@pytest.mark.parametrize(
+    ("estimator", "bound", "expected"),
+    [
+        ("k1", math.inf, [1.0, 1.0]),
+        ("k2", math.inf, [0.5, -2.0]),
+        ("k3", math.inf, [1 - math.exp(-0.5), 1 - math.exp(2)]),
+        ("abs", math.inf, [1.0, -1.0]),
+        ("k1+", math.inf, [0.5, -2.0]),
+        ("k3+", math.inf, [0.5, -2.0]),
+        ("abs+", math.inf, [0.5, -2.0]),
+        ("low_variance+", 10.0, [0.5, -2.0]),
+        ("k1", 1.0, [1.0, 0.0]),
+        ("k3", 1.0, [1 - math.exp(-0.5), 0.0]),
+        ("k3+", 1.0, [0.5, -2.0]),
+    ],
+)
+def test_kl_gradients_match_hand_computation(estimator, bound, expected):
+    logprobs = torch.tensor([-1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([-1.5, -1.0], dtype=torch.float64)
+    values = kl_estimate(logprobs, base_logprobs=base, estimator=estimator, bound=bound)
+    assert values.abs().max().item() <= bound
+    (gradient,) = torch.autograd.grad(values.sum(), logprobs)
+    assert gradient.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_kl_estimates_but_k1_are_never_negative_and_plus_keeps_the_value():
+    logprobs = (
+        -torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 9
+    )
+    base = logprobs.roll(1)
+    for name in ("k1", "k3", "abs", "low_variance"):
+        plain = kl_estimate(logprobs, base_logprobs=base, estimator=name)
+        through = kl_estimate(logprobs, base_logprobs=base, estimator=f"{name}+")
+        assert torch.equal(plain, through)
+        assert (plain >= 0).all() == (name != "k1")
+    assert kl_estimate(torch.zeros(0), base_logprobs=torch.zeros(0), estimator="k3+").shape == (0,)
+
+
+@pytest.mark.parametrize("behaviour", [None, [0.5, 0.3, 0.2]])
+def test_straight_through_gradient_is_that_of_the_exact_divergence(behaviour):
+    """On the policy's own tokens as it is, and on those of another policy with the ratio."""
+    logits = torch.tensor([0.3, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    base = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64).log()
+    policy = logits.log_softmax(-1)
+    exact = (policy.exp() * (policy - base)).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    sampled = None if behaviour is None else torch.tensor(behaviour, dtype=torch.float64)
+    estimates = kl_estimate(
+        policy,
+        base_logprobs=base,
+        estimator="k3+",
+        behaviour_logprobs=None if sampled is None else sampled.log(),
+    )
+    weights = policy.exp().detach() if sampled is None else sampled
+    mean = (weights * estimates).sum()
     assert mean.item() == pytest.approx(exact.item(), rel=1e-12)
     torch.testing.assert_close(
         torch.autograd.grad(mean, logits)[0], expected, rtol=1e-12, atol=1e-14

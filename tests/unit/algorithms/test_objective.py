@@ -94,9 +94,15 @@ SETTINGS: list[dict[str, Any]] = [
     {
         "kl_coefficient": 0.3,
         "kl_placement": "loss",
-        "kl_estimator": "k3",
+        "kl_estimator": "k3+",
         "kl_unbiased": True,
         "aggregation": "constant_length",
+    },
+    {
+        "kl_coefficient": 0.3,
+        "kl_placement": "loss",
+        "kl_estimator": "abs",
+        "kl_bound": 0.2,
     },
     {"distill_coefficient": 0.4, "distill_placement": "loss"},
 ]
@@ -136,7 +142,8 @@ def token_loss(
     loss = factor(algorithm, row, rows) * policy_loss(algorithm, row, rows)
     if algorithm.kl_coefficient and algorithm.kl_placement == "loss":
         d = row["logprobs"] - row["ref"]
-        kl = {"k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[algorithm.kl_estimator]
+        kl = {"k2": d * d / 2, "k3+": math.exp(-d) - 1 + d, "abs": abs(d)}[algorithm.kl_estimator]
+        kl = min(kl, algorithm.kl_bound or kl)
         loss += (
             algorithm.kl_coefficient
             * kl

@@ -307,6 +307,10 @@ def test_every_installed_algorithm_has_a_complete_spec() -> None:
             "set distill_placement = 'loss' with ppo",
         ),
         (
+            {"kl_estimator": "k3+", "kl_placement": "reward"},
+            "kl_estimator = 'k3+' is a value with another gradient, and a reward has none",
+        ),
+        (
             {"kl_unbiased": True, "kl_placement": "reward"},
             "kl_unbiased = true corrects the gradient of a KL estimate in the loss",
         ),
