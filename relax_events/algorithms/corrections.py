@@ -19,8 +19,8 @@ from relax_events.algorithms.losses import MAX_LOG_RATIO, sample_sums
 
 Correction = Literal["none", "decoupled", "tis", "icepop", "mask"]
 Level = Literal["token", "sequence", "sequence_mean"]
-RejectionEstimator = Literal["none", "k1", "k2", "k3"]
-RejectionReduction = Literal["mean", "sum", "max"]
+RejectionEstimator = Literal["none", "k1", "k2", "k3", "tv"]
+RejectionReduction = Literal["token", "mean", "sum", "max"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,19 @@ def correction_weights(
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """The rejected samples by reason. A sample with both reasons counts as vetoed only."""
+    """The rejected samples by reason, and the loss tokens that are rejected: all of those samples,
+    and single ones of others. A sample with both reasons counts as vetoed only.
+    """
 
     by_veto: Bool[Tensor, " samples"]
     by_divergence: Bool[Tensor, " samples"]
-
-    def tokens(self, num_loss_tokens: Int[Tensor, " samples"]) -> Bool[Tensor, " tokens"]:
-        """Mark the loss tokens of the samples."""
-        return (self.by_veto | self.by_divergence).repeat_interleave(num_loss_tokens)
+    tokens: Bool[Tensor, " tokens"]
 
 
 def reject_samples(
-    log_ratio: Float[Tensor, " tokens"],
+    old_logprobs: Float[Tensor, " tokens"],
     *,
+    rollout_logprobs: Float[Tensor, " tokens"],
     num_loss_tokens: Int[Tensor, " samples"],
     kind: RejectionEstimator,
     over: RejectionReduction,
@@ -98,29 +98,34 @@ def reject_samples(
     veto_low: float = 0.0,
     veto_high: float = 0.0,
 ) -> Rejection:
-    """Reject samples on which old and behaviour policy differ too much.
+    """Reject samples, or single tokens, on which old and behaviour policy differ too much.
 
-    With x = log w at each token: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, estimates of KL(behaviour
-    policy || old). A sample is rejected where the estimate over its tokens is above `high`; with
-    k1, where exp(sum of x), or exp(mean of x), is outside [low, high]. It is vetoed where any
-    token's w is outside [veto_low, veto_high]. `correction_weights` handles the tokens of the other
-    samples.
+    With p and q the probability of a token by the old and the behaviour policy, w = p / q and x =
+    log w: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x, estimates of KL(behaviour policy || old), and tv
+    = |p - q|, the total variation of the choice between this token and all others. A sample is
+    rejected where the estimate over its tokens is above `high`; with k1, where exp(sum of x), or
+    exp(mean of x), is outside [low, high]. Over `token`, each token is rejected by its own
+    estimate, and no sample counts as rejected. A sample is vetoed where any token's w is outside
+    [veto_low, veto_high]. `correction_weights` handles the tokens that are left.
 
     Args:
-        log_ratio: Old policy's log-probabilities minus the behaviour policy's, in nats.
+        old_logprobs: Of the old policy, in nats.
+        rollout_logprobs: Of the behaviour policy, in nats.
         num_loss_tokens: Of each sample in packed order; one without any is never rejected.
         kind: The estimate.
         over: How the estimates of a sample's tokens are combined; k1 has no `max`.
         low: Of k1 alone; None for 1 / high.
-        high: In nats, with k1 a ratio.
+        high: In nats, with k1 a ratio, with tv a difference of probabilities.
         veto_low: Smallest w that a token may have; 0 for none.
         veto_high: Largest w that a token may have; 0 for none.
-    Source: Rejection sampling in verl's rollout correction (its options seq_mean, seq_sum, seq_max
-    with k1, k2, k3, and its token veto);
+    Source: Rejection sampling in verl's rollout correction (its options token, seq_mean, seq_sum,
+    seq_max with k1, k2, k3, and its token veto); tv: DPPO (arXiv 2602.04879), Binary-TV, and
+    prime-rl's masks by the difference of probabilities;
         geometric mean (`mean` of k1) and veto: When speed kills stability (Liu, Li et al. 2025).
             Estimates: see `kl_estimate`.
     """
-    log_ratio = log_ratio.detach()
+    old, behaviour = old_logprobs.detach(), rollout_logprobs.detach()
+    log_ratio = old - behaviour
     owners = torch.arange(len(num_loss_tokens), device=log_ratio.device).repeat_interleave(
         num_loss_tokens
     )
@@ -132,10 +137,16 @@ def reject_samples(
         outside = outside | (log_ratio > math.log(veto_high))
     by_veto = none.to(log_ratio.dtype).index_add(0, owners, outside.to(log_ratio.dtype)) > 0
     if kind == "none" or high is None:
-        return Rejection(by_veto=by_veto, by_divergence=none)
-    estimates = kl_estimate(-log_ratio, base_logprobs=torch.zeros_like(log_ratio), estimator=kind)
+        return Rejection(by_veto=by_veto, by_divergence=none, tokens=by_veto[owners])
+    estimates = (
+        (old.exp() - behaviour.exp()).abs()
+        if kind == "tv"
+        else kl_estimate(behaviour, base_logprobs=old, estimator=kind)
+    )
     zeros = none.to(log_ratio.dtype)
-    if over == "max":
+    if over == "token":
+        values = estimates
+    elif over == "max":
         values = zeros.scatter_reduce(0, owners, estimates, "amax")
     else:
         values = zeros.index_add(0, owners, estimates) / (
@@ -146,7 +157,12 @@ def reject_samples(
         rejected = (-values < lower) | (-values > math.log(high))
     else:
         rejected = values > high
-    return Rejection(by_veto=by_veto, by_divergence=rejected & ~by_veto & (num_loss_tokens > 0))
+    if over == "token":
+        return Rejection(by_veto=by_veto, by_divergence=none, tokens=by_veto[owners] | rejected)
+    by_divergence = rejected & ~by_veto & (num_loss_tokens > 0)
+    return Rejection(
+        by_veto=by_veto, by_divergence=by_divergence, tokens=(by_veto | by_divergence)[owners]
+    )
 
 
 def mask_off_policy_sequences(

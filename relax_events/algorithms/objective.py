@@ -185,7 +185,8 @@ class Objective:
             high=algorithm.correction_high,
         )
         rejection = reject_samples(
-            old - inputs.rollout_logprobs,
+            old,
+            rollout_logprobs=inputs.rollout_logprobs,
             num_loss_tokens=inputs.num_loss_tokens,
             kind=algorithm.rejection,
             over=algorithm.rejection_over,
@@ -194,7 +195,7 @@ class Objective:
             veto_low=algorithm.veto_low,
             veto_high=algorithm.veto_high,
         )
-        dropped = self._dropped(inputs) | rejection.tokens(inputs.num_loss_tokens)
+        dropped = self._dropped(inputs) | rejection.tokens
         factors = correction.values.masked_fill(dropped, 0.0)
         policy_losses = factors * policy_loss_output.losses
         losses, kl = self._with_kl(policy_losses, inputs)

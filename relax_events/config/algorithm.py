@@ -189,17 +189,19 @@ class AlgorithmConfig(Section):
     where the sample's other tokens do: for samples that several versions generated
     (`run.weight_update_mode`). Below `run.max_staleness`; omitted, no token is masked for its
     version."""
-    rejection: Literal["none", "k1", "k2", "k3"] = "none"
+    rejection: Literal["none", "k1", "k2", "k3", "tv"] = "none"
     """Estimator that rejects samples: those whose old policy diverges too far from the engine's
-    carry no policy gradient, independent of `correction`. Schulman's estimate at each token,
-    reduced by `rejection_over`."""
-    rejection_over: Literal["mean", "sum", "max"] = "mean"
-    """Whether the estimate is the mean, the sum or the maximum over a sample's tokens."""
+    carry no policy gradient, independent of `correction`. Schulman's estimate at each token, or
+    with `tv` the difference of the token's probabilities, reduced by `rejection_over`."""
+    rejection_over: Literal["token", "mean", "sum", "max"] = "mean"
+    """Whether the estimate is the mean, the sum or the maximum over a sample's tokens; or each
+    `token` is rejected by its own estimate."""
     rejection_low: Positive | None = None
     """With k1, a ratio: samples below it are rejected; by default 1 / rejection_high."""
     rejection_high: Positive | None = None
-    """Samples above it are rejected: in nats with k2 and k3; with k1 a ratio, of the product over
-    the tokens (`sum`) or of their geometric mean (`mean`)."""
+    """Samples above it are rejected: in nats with k2 and k3, a probability with tv; with k1 a
+    ratio, of the token (`token`), of the product over the tokens (`sum`) or of their geometric mean
+    (`mean`)."""
     veto_low: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Samples with a token whose w is below this carry no policy gradient; 0 disables it."""
     veto_high: NonNegative = 0.0
@@ -354,7 +356,7 @@ class AlgorithmConfig(Section):
                 if value is not None:
                     raise ValueError(
                         f"{key} = {value} is not used by rejection = 'none'; set rejection "
-                        f"to k1, k2 or k3, or leave {key} out"
+                        f"to k1, k2, k3 or tv, or leave {key} out"
                     )
             return
         if high is None:

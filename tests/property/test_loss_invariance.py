@@ -64,6 +64,13 @@ CORRECTIONS = {
         "rejection_over": "sum",
         "rejection_high": 3.0,
     },
+    "bounded weights with masked tokens": {
+        "correction": "tis",
+        "old_logprobs": "actor",
+        "rejection": "tv",
+        "rejection_over": "token",
+        "rejection_high": 0.3,
+    },
     "opsm": {"opsm_threshold": 0.01},
     "m2": {"m2_threshold": 0.5},
     "whitened by token": {"whiten_advantages": "tokens"},

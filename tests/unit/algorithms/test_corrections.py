@@ -80,8 +80,11 @@ def rejected(
 ) -> list[str]:
     """Reject samples of the ratios 1/2, 2, 2; none; 1, 4; 1.5. Name the reason of each."""
     log_ratio = torch.tensor([0.5, 2.0, 2.0, 1.0, 4.0, 1.5], dtype=torch.float64).log()
+    # The behaviour policy gave each token a probability of 1 / 8.
+    rollout = torch.full_like(log_ratio, -math.log(8))
     given = reject_samples(
-        log_ratio,
+        log_ratio + rollout,
+        rollout_logprobs=rollout,
         num_loss_tokens=torch.tensor([3, 0, 2, 1]),
         kind=kind,
         over=over,
@@ -90,9 +93,8 @@ def rejected(
         **veto,
     )
     names = {(False, False): "", (True, False): "veto", (False, True): "divergence"}
-    assert given.tokens(torch.tensor([3, 0, 2, 1])).sum() == (
-        given.by_veto | given.by_divergence
-    ).to(torch.long) @ torch.tensor([3, 0, 2, 1])
+    rejected_samples = given.by_veto | given.by_divergence
+    assert torch.equal(given.tokens, rejected_samples.repeat_interleave(torch.tensor([3, 0, 2, 1])))
     return [
         names[pair]
         for pair in zip(given.by_veto.tolist(), given.by_divergence.tolist(), strict=True)
@@ -102,7 +104,7 @@ def rejected(
 # log 2 = 0.6931, log 1.5 = 0.4055. Products of the ratios: 2, none, 4, 1.5; geometric means: 1.26,
 # none, 2, 1.5. k2: 0.2402 each of the first sample, sum 0.7207; 0 and 0.9609, mean 0.4805; 0.0822.
 # k3 = w - 1 - log w: 0.1931, 0.3069, 0.3069, sum 0.8069, mean 0.2690; 0 and 1.6137, mean 0.8069;
-# 0.0945.
+# 0.0945. tv = |w - 1| / 8: 1/16, 1/8, 1/8, mean 0.1042; 0 and 3/8; 1/16.
 @pytest.mark.parametrize(
     ("kind", "over", "low", "high", "expected"),
     [
@@ -123,10 +125,65 @@ def rejected(
         ("k3", "sum", None, 0.8, "x.x."),
         ("k3", "max", None, 0.31, "..x."),
         ("k3", "max", None, 0.3, "x.x."),
+        ("tv", "mean", None, 0.11, "..x."),
+        ("tv", "mean", None, 0.1, "x.x."),
+        ("tv", "sum", None, 0.3, "x.x."),
+        ("tv", "sum", None, 0.32, "..x."),
+        ("tv", "max", None, 0.06, "x.xx"),
+        ("tv", "max", None, 0.13, "..x."),
     ],
 )
 def test_samples_are_rejected_by_the_divergence_over_their_tokens(kind, over, low, high, expected):
     assert "".join("x" if reason else "." for reason in rejected(kind, over, low, high)) == expected
+
+
+# The tokens' ratios are 1/2, 2, 2 | 1, 4 | 1.5.
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "expected"),
+    [
+        ("k1", None, 1.9, "xxx.x."),
+        ("k1", 0.4, 1.9, ".xx.x."),
+        ("k1", 0.6, 3.0, "x...x."),
+        ("k2", None, 0.241, "....x."),
+        ("k2", None, 0.24, "xxx.x."),
+        ("k3", None, 0.2, ".xx.x."),
+        ("k3", None, 0.31, "....x."),
+        ("k3", None, 0.09, "xxx.xx"),
+        ("tv", None, 0.1, ".xx.x."),
+        ("tv", None, 0.06, "xxx.xx"),
+        ("tv", None, 0.4, "......"),
+    ],
+)
+def test_tokens_are_rejected_by_their_own_divergence(kind, low, high, expected):
+    log_ratio = torch.tensor([0.5, 2.0, 2.0, 1.0, 4.0, 1.5], dtype=torch.float64).log()
+    rollout = torch.full_like(log_ratio, -math.log(8))
+    settings = {"kind": kind, "over": "token", "low": low, "high": high}
+    lengths = torch.tensor([3, 0, 2, 1])
+    result = reject_samples(
+        log_ratio + rollout, rollout_logprobs=rollout, num_loss_tokens=lengths, **settings
+    )
+    assert "".join("x" if is_out else "." for is_out in result.tokens.tolist()) == expected
+    assert not (result.by_veto | result.by_divergence).any()
+    vetoed = reject_samples(
+        log_ratio + rollout,
+        rollout_logprobs=rollout,
+        num_loss_tokens=lengths,
+        veto_high=3.0,
+        **settings,
+    )
+    assert vetoed.by_veto.tolist() == [False, False, True, False]
+    assert vetoed.tokens.tolist() == [
+        is_out or position in (3, 4) for position, is_out in enumerate(result.tokens.tolist())
+    ]
+    # One token a sample: a mask of tokens is a rejection of samples.
+    if kind != "k1":
+        singles = reject_samples(
+            log_ratio + rollout,
+            rollout_logprobs=rollout,
+            num_loss_tokens=torch.ones(6, dtype=torch.long),
+            **settings | {"over": "max"},
+        )
+        assert torch.equal(singles.by_divergence, result.tokens)
 
 
 def test_one_token_out_of_bounds_vetoes_its_sample():
@@ -148,13 +205,19 @@ def test_one_token_out_of_bounds_vetoes_its_sample():
         "low": None,
         "high": None,
     }
-    far = reject_samples(torch.tensor([-25.0, -22.0]), veto_low=1e-10, **of_one_token)
+    far = reject_samples(
+        torch.tensor([-26.0, -23.0]),
+        rollout_logprobs=torch.tensor([-1.0, -1.0]),
+        veto_low=1e-10,
+        **of_one_token,
+    )
     assert far.by_veto.tolist() == [True, False]
 
 
 def test_rejection_handles_overflowing_ratios_and_steps_without_tokens():
     far = reject_samples(
-        torch.tensor([500.0, 0.1]),
+        torch.tensor([0.0, -1.0]),
+        rollout_logprobs=torch.tensor([-500.0, -1.1]),
         num_loss_tokens=torch.tensor([1, 1]),
         kind="k3",
         over="max",
@@ -162,9 +225,10 @@ def test_rejection_handles_overflowing_ratios_and_steps_without_tokens():
         high=1e6,
     )
     assert far.by_divergence.tolist() == [True, False]
-    for over in ("mean", "sum", "max"):
+    for over in ("token", "mean", "sum", "max"):
         none = reject_samples(
             torch.zeros(0),
+            rollout_logprobs=torch.zeros(0),
             num_loss_tokens=torch.tensor([0, 0]),
             kind="k2",
             over=over,
@@ -172,7 +236,7 @@ def test_rejection_handles_overflowing_ratios_and_steps_without_tokens():
             high=0.1,
             veto_high=2.0,
         )
-        assert none.tokens(torch.tensor([0, 0])).tolist() == []
+        assert none.tokens.tolist() == []
         assert not (none.by_veto | none.by_divergence).any()
 
 

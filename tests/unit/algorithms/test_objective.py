@@ -67,6 +67,31 @@ SETTINGS: list[dict[str, Any]] = [
         "rejection_high": 1.5,
     },
     {
+        "old_logprobs": "actor",
+        "correction": "tis",
+        "correction_high": 1.2,
+        "rejection": "k3",
+        "rejection_over": "token",
+        "rejection_high": 0.02,
+    },
+    {
+        "old_logprobs": "actor",
+        "correction": "tis",
+        "correction_high": 1.2,
+        "rejection": "k1",
+        "rejection_over": "token",
+        "rejection_low": 0.9,
+        "rejection_high": 1.3,
+    },
+    {
+        "old_logprobs": "trainer",
+        "rejection": "tv",
+        "rejection_over": "token",
+        "rejection_high": 0.05,
+        "veto_high": 1.6,
+    },
+    {"old_logprobs": "actor", "rejection": "tv", "rejection_high": 0.05},
+    {
         "old_logprobs": "trainer",
         "correction": "decoupled",
         "rejection": "k2",
@@ -172,7 +197,8 @@ def factor(
         distance = sum(other["rollout"] - other["logprobs"] for other in rows) / len(rows)
         if distance > algorithm.opsm_threshold:
             return 0.0
-    if is_rejected(algorithm, [other["old"] - other["rollout"] for other in rows]):
+    judged = [row] if algorithm.rejection_over == "token" else rows
+    if is_vetoed(algorithm, rows) or is_rejected(algorithm, judged):
         return 0.0
     if algorithm.correction == "none":
         return 1.0
@@ -193,20 +219,31 @@ def factor(
     }[algorithm.correction]
 
 
-def is_rejected(algorithm: AlgorithmConfig, logs: list[float]) -> bool:
-    """Return whether a whole sample is rejected, given the old policy's log-probabilities minus
-    the engine's."""
-    if algorithm.veto_low and min(map(math.exp, logs)) < algorithm.veto_low:
-        return True
-    if algorithm.veto_high and max(map(math.exp, logs)) > algorithm.veto_high:
-        return True
+def is_vetoed(algorithm: AlgorithmConfig, rows: list[dict[str, float]]) -> bool:
+    ratios = [math.exp(row["old"] - row["rollout"]) for row in rows]
+    return bool(
+        (algorithm.veto_low and min(ratios) < algorithm.veto_low)
+        or (algorithm.veto_high and max(ratios) > algorithm.veto_high)
+    )
+
+
+def is_rejected(algorithm: AlgorithmConfig, rows: list[dict[str, float]]) -> bool:
+    """Return whether the divergence over these tokens rejects them."""
     if algorithm.rejection == "none":
         return False
     high = algorithm.rejection_high
     assert high is not None
-    together: Any = {"sum": sum, "max": max, "mean": lambda values: sum(values) / len(values)}[
-        algorithm.rejection_over
-    ]
+    logs = [row["old"] - row["rollout"] for row in rows]
+    together: Any = {
+        "sum": sum,
+        "token": sum,
+        "max": max,
+        "mean": lambda values: sum(values) / len(values),
+    }[algorithm.rejection_over]
+    if algorithm.rejection == "tv":
+        return bool(
+            together([abs(math.exp(row["old"]) - math.exp(row["rollout"])) for row in rows]) > high
+        )
     if algorithm.rejection == "k1":
         return not (algorithm.rejection_low or 1 / high) <= math.exp(together(logs)) <= high
     estimate: Any = {"k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}[
