@@ -399,8 +399,8 @@ PPO = AlgorithmSpec(
     "A_t = sum over u >= t of (gamma gae_lambda)^(u - t) d_u\nA'_t = (A_t - mean) / (std + "
     "1e-8) over all tokens of the step\n"
     f"{CLIPPED}, with A'_t\nL = mean over the step's tokens\n"
-    "critic: L_V = mean of max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - G)^2) "
-    "/ 2,  G_t = A_t + Vo_t, Vo as recorded",
+    "critic: L_V = mean, as L, of max((V - G)^2, (clip(V, Vo - value_clip, Vo + value_clip) - "
+    "G)^2) / 2,  G_t = A_t + Vo_t, Vo as recorded",
     source="PPO (arXiv 1707.06347), equations 7 and 11; GAE (arXiv 1506.02438); gamma, gae_lambda, "
     "whitening, value clipping: "
     "the N+ implementation details of RLHF with PPO (arXiv 2403.17031).",

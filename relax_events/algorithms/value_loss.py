@@ -1,4 +1,6 @@
-"""Computes the value loss of a critic token by token. The critic takes the mean over a step."""
+"""Computes the value loss of a critic token by token. `aggregation` defines the mean
+over a step, as for the policy (verl's `critic.loss_agg_mode`, by default the actor's).
+"""
 
 from __future__ import annotations
 

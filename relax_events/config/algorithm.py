@@ -117,7 +117,8 @@ class AlgorithmConfig(Section):
     disables it."""
     aggregation: Literal["token_mean", "sample_mean", "constant_length"] = "token_mean"
     """Mean over all tokens of the step; over tokens of a sample first and then over samples; or the
-    sum over a sample's tokens divided by `length_normaliser`, and then the mean over samples."""
+    sum over a sample's tokens divided by `length_normaliser`, and then the mean over samples. A
+    critic's loss has the same mean."""
     length_normaliser: Annotated[int, Field(ge=0)] = 0
     """Tokens by which `constant_length` divides; 0 is `engine.sampling.max_new_tokens`."""
     kl_coefficient: NonNegative = 0.0

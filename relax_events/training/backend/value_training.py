@@ -18,6 +18,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relax_events.algorithms.objective import num_units, token_weights
 from relax_events.algorithms.value_loss import value_losses
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.errors import PoisonSample, RunFailed, StepNotFinite
@@ -47,11 +48,14 @@ class ValueBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """An optimizer step: sums over its loss tokens, and the norm of its gradient."""
+    """An optimizer step: sums over its loss tokens, the normaliser of its loss, and the norm of its
+    gradient.
+    """
 
     loss: float
     clipped: float
     num_loss_tokens: int
+    num_units: int
     grad_norm: float
 
 
@@ -98,7 +102,7 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
 
     def _clear_sums(self) -> None:
         self._sums: list[Tensor] = []
-        self._num_loss_tokens = 0
+        self._num_loss_tokens = self._num_units = 0
 
     @abstractmethod
     def _train_all(self, value_batches: Iterable[ValueBatch]) -> None:
@@ -135,6 +139,10 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         turn = self._num_dealt % self._data_ranks.size
         self._num_dealt += 1
         self._num_loss_tokens += len(packed.old)
+        self._num_units += num_units(
+            torch.from_numpy(packed.batch.num_loss_tokens),
+            aggregation=self._config.algorithm.aggregation,
+        )
         return turn == self._data_ranks.rank
 
     def _pack(self, samples: Sequence[SampleReady]) -> ValueBatch:
@@ -158,10 +166,18 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
             returns=returns,
             value_clip=self._config.critic.value_clip,
         )
-        self._sums.append(
-            torch.stack([row.detach().double().sum() for row in (losses.losses, losses.clipped)])
+        algorithm = self._config.algorithm
+        weighted = losses.losses * token_weights(
+            torch.from_numpy(packed.batch.num_loss_tokens).to(values.device),
+            aggregation=algorithm.aggregation,
+            length_normaliser=algorithm.length_normaliser
+            or self._config.engine.sampling.max_new_tokens,
+            dtype=values.dtype,
         )
-        return losses.losses.sum()
+        self._sums.append(
+            torch.stack([row.detach().double().sum() for row in (weighted, losses.clipped)])
+        )
+        return weighted.sum()
 
     def _prepare_step(self) -> float:
         step = self.policy_version
@@ -178,7 +194,8 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         old, returns = (np.concatenate(arrays) for arrays in zip(*self._targets, strict=True))
         num_loss_tokens = sum(update.num_loss_tokens for update in updates)
         return ValueMetrics(
-            value_loss=sum(update.loss for update in updates) / num_loss_tokens,
+            value_loss=sum(update.loss for update in updates)
+            / sum(update.num_units for update in updates),
             value_clip_fraction=sum(update.clipped for update in updates) / num_loss_tokens,
             explained_variance=compute_explained_variance(old, returns=returns),
             value_mean=float(old.mean()),
@@ -216,15 +233,15 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
                 "same; can all of them read the samples' media?"
             )
         loss, clipped = rows[:, :2].sum(axis=0).tolist()
-        grad_norm = self._reduce_gradients(self._num_loss_tokens)
+        grad_norm = self._reduce_gradients(self._num_units)
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             raise StepNotFinite(
                 f"{name}: the critic's loss and gradient must be finite, got "
-                f"{loss / self._num_loss_tokens} and {grad_norm}; its weights are those "
+                f"{loss / self._num_units} and {grad_norm}; its weights are those "
                 "before it; lower critic.learning_rate or inspect the step's rewards and values"
             )
         self._apply_gradients(grad_norm, learning_rate)
-        return _Update(loss, clipped, self._num_loss_tokens, grad_norm)
+        return _Update(loss, clipped, self._num_loss_tokens, self._num_units, grad_norm)
 
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
         """Give the value at every loss token; see `Critic`. Other samples change them by

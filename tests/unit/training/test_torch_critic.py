@@ -60,7 +60,8 @@ def snapshot(mine):
 class PaddedCritic:
     """One padded batch, one scalar head, the loss as the paper has it."""
 
-    def __init__(self, value_clip):
+    def __init__(self, value_clip, aggregation="token_mean"):
+        self.aggregation = aggregation
         self.model = (
             AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float64)
             .eval()
@@ -100,12 +101,15 @@ class PaddedCritic:
         returns, values = old + advantages, torch.cat([self.values(sample) for sample in samples])
         clipped = old + torch.clamp(values - old, -self.value_clip, self.value_clip)
         squares = (values - returns) ** 2
-        loss = (
-            0.5
-            * (
-                torch.maximum(squares, (clipped - returns) ** 2) if self.value_clip else squares
-            ).mean()
+        losses = 0.5 * (
+            torch.maximum(squares, (clipped - returns) ** 2) if self.value_clip else squares
         )
+        rows = losses.split([int(mask.sum()) for mask in masks])
+        loss = {
+            "token_mean": losses.mean(),
+            "sample_mean": torch.stack([row.mean() for row in rows if len(row)]).mean(),
+            "constant_length": torch.stack([row.sum() / 5 for row in rows if len(row)]).mean(),
+        }[self.aggregation]
         self.optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(self.parameters, 0.5)
@@ -119,9 +123,20 @@ class PaddedCritic:
         }
 
 
-@pytest.mark.parametrize("value_clip", [0.0, 0.05])
-def test_steps_equal_a_padded_implementation(value_clip):
-    mine, other = critic(value_clip=value_clip), PaddedCritic(value_clip)
+@pytest.mark.parametrize(
+    ("value_clip", "aggregation"),
+    [
+        (0.0, "token_mean"),
+        (0.05, "token_mean"),
+        (0.0, "sample_mean"),
+        (0.05, "sample_mean"),
+        (0.05, "constant_length"),
+    ],
+)
+def test_steps_equal_a_padded_implementation(value_clip, aggregation):
+    algorithm = {"name": "ppo", "aggregation": aggregation, "length_normaliser": 5}
+    mine = critic(value_clip=value_clip, algorithm=algorithm)
+    other = PaddedCritic(value_clip, aggregation)
     for _ in range(4):
         metrics, expected = train(mine, PARTS[1]), other.step(SAMPLES)
         assert {name: getattr(metrics, name) for name in expected} == pytest.approx(
@@ -155,8 +170,9 @@ def test_critic_does_not_train_on_masked_truncated_samples():
     )
 
 
-def test_critic_step_does_not_depend_on_micro_batch_boundaries():
-    trained = [critic() for _ in PARTS]
+@pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean", "constant_length"])
+def test_critic_step_does_not_depend_on_micro_batch_boundaries(aggregation):
+    trained = [critic(algorithm={"name": "ppo", "aggregation": aggregation}) for _ in PARTS]
     metrics = [train(mine, parts, steps=2) for mine, parts in zip(trained, PARTS, strict=True)]
     for mine, other in zip(trained[1:], metrics[1:], strict=True):
         assert other.value_loss == pytest.approx(metrics[0].value_loss, rel=1e-11)
