@@ -74,7 +74,12 @@ def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
     The final number stands after `####`; without `####` it is the last number of the text, unless
     "or" or "not" stands before it. `1,000.0` equals `1000`, and a fraction is one number. Any minus
     sign counts that follows no number, letter or closing bracket: `10-5` ends with 5.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
+    if not answer.strip():
+        raise ValueError("the sample has no reference answer; see data.answer_key")
     reference_number, number = final_number(answer), final_number(completion)
     return float(reference_number is not None and reference_number == number)
 

@@ -78,6 +78,14 @@ def test_gsm8k_takes_no_part_of_a_number_and_no_denied_one(completion: str) -> N
     assert call(gsm8k, completion, "2") == 0.0
 
 
+@pytest.mark.parametrize("function", [exact_match, gsm8k])
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_sample_without_a_reference_is_a_failure(function: Any, answer: str) -> None:
+    for completion in ("null", "18", answer):
+        with pytest.raises(ValueError, match="no reference answer"):
+            call(function, completion, answer)
+
+
 def test_gsm8k_gives_zero_reward_when_the_reference_has_no_number() -> None:
     assert call(gsm8k, "none", "none") == 0.0
 
