@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
 from relax_events.algorithms.description import installed_algorithms
 from relax_events.algorithms.objective import Objective, ObjectiveInputs
 from relax_events.config import AlgorithmConfig
@@ -391,3 +392,48 @@ FLAT = AlgorithmSpec(name="flat", policy_loss=flat, **PARTS)
         match=r"algorithm .*mine.py:FLAT: its policy loss must return one loss for each of 11 tokens, got \(\)",
     ):
         Objective(wrong, max_new_tokens=16)(inputs(wrong))
+
+
+def test_a_rejected_sample_moves_the_baseline_of_its_prompt_group() -> None:
+    """Its reward counts, its tokens have no gradient, and the mean is still over all tokens."""
+    algorithm = AlgorithmConfig.model_validate(
+        {
+            "name": "grpo",
+            "aggregation": "token_mean",
+            "old_logprobs": "trainer",
+            "rejection": "k1",
+            "rejection_high": 1.5,
+            "truncated_samples": "mask",
+        }
+    )
+    rewards, length = [1.0, 0.0, 0.0, 0.0], 3
+    samples = [
+        RewardedSample(
+            sample_id=str(index),
+            reward=reward,
+            loss_mask=np.ones(length, np.uint8),
+            components={},
+        )
+        for index, reward in enumerate(rewards)
+    ]
+    advantages = np.concatenate(AdvantageEstimator(algorithm, max_new_tokens=16)(samples))
+    trainer = torch.full((4 * length,), -1.0, dtype=torch.float64)
+    rollout = trainer.clone()
+    rollout[:length] = -2.0
+    given = ObjectiveInputs(
+        logprobs=trainer.clone().requires_grad_(),
+        entropies=torch.zeros_like(trainer),
+        rollout_logprobs=rollout,
+        old_logprobs=None,
+        ref_logprobs=None,
+        advantages=torch.from_numpy(advantages).double(),
+        num_loss_tokens=torch.full((4,), length),
+    )
+    objective = Objective(algorithm, max_new_tokens=16)
+    tokens = objective(given)
+    (tokens.token_weights * tokens.losses).sum().backward()
+    assert tokens.rejection.by_divergence.tolist() == [True, False, False, False]
+    assert given.logprobs.grad is not None
+    assert given.logprobs.grad.tolist() == pytest.approx([0.0] * 3 + [0.5] * 9, rel=1e-5)
+    assert objective.num_units(torch.full((4,), length)) == 12
+    assert objective.num_units(torch.tensor([0, *[length] * 3])) == 9, "masked as truncated"
