@@ -68,8 +68,12 @@ def test_image_parts_of_a_chat_message_mark_image_positions(tmp_path: Path) -> N
     assert parts(row) == [(TEXT, "be brief"), (IMAGE, None), (TEXT, "what?")]
 
 
-def test_row_without_images_is_accepted_in_an_image_dataset(tmp_path: Path) -> None:
-    row = rows_of(tmp_path, {"prompt": "just text", "images": None}).row(0)
+@pytest.mark.parametrize("images", [None, []])
+def test_row_without_images_is_accepted_in_an_image_dataset(
+    tmp_path: Path, images: list[str] | None
+) -> None:
+    with_image = {"prompt": "<image>?", "images": ["a.png"]}
+    row = rows_of(tmp_path, {"prompt": "just text", "images": images}, with_image).row(0)
     assert (parts(row), row.media) == ([(TEXT, "just text")], [])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
 import structlog
 from gateway_agents import begin, episodes, finish
 
@@ -111,6 +113,87 @@ assert found[:3] == ["response.created", "response.in_progress", "response.outpu
 assert found[-1] in ("response.completed", "response.incomplete"), found
 """
     with episodes(tmp_path, ANTHROPIC + body, attempts=1) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+    assert sample.error == ""
+
+
+def test_role_developer_is_the_system_role_wherever_it_stands(tmp_path: Path) -> None:
+    body = """
+ask_me = {"role": "user", "content": "one"}
+rule = {"role": "developer", "content": "be brief"}
+for history in (
+    [rule, ask_me],
+    [{"role": "system", "content": "be kind"}, rule, ask_me],
+    [ask_me, rule, {"role": "user", "content": "two"}],
+):
+    say(history, max_tokens=2)
+"""
+    with episodes(tmp_path, body, attempts=1) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+        assert sample.prompt_tokens is not None
+        tokens = np.concatenate([sample.prompt_tokens, sample.tokens])
+        text = engine._renderer.completion_text(tokens, skip_special_tokens=False)
+    assert sample.error == ""
+    assert "developer" not in text
+    assert "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\none" in text
+    assert text.count("be brief") == 3
+
+
+def test_calls_of_claude_code_are_taken(tmp_path: Path) -> None:
+    body = """
+cached = {"cache_control": {"type": "ephemeral"}}
+tool = {"name": "look", "description": "", "input_schema": {"type": "object"}}
+thought = {"type": "thinking", "thinking": "I look.", "signature": ""}
+call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}}
+result = {"type": "tool_result", "tool_use_id": "toolu_1", "is_error": True, "content": "no file"}
+more = {
+    "system": [{"type": "text", "text": "be brief"} | cached, {"type": "text", "text": "be kind"}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "one"} | cached]},
+        {"role": "assistant", "content": [thought, {"type": "text", "text": "I do."}, call]},
+        {"role": "user", "content": [result | cached, {"type": "text", "text": "and now?"}]},
+    ],
+    "tools": [tool | cached],
+    "thinking": {"type": "enabled", "budget_tokens": 31999},
+    "metadata": {"user_id": "a"},
+}
+status, counted = claude(more, "/messages/count_tokens?beta=true")
+assert status == 200, counted
+status, answer = claude(more | {"max_tokens": 32000}, "/messages?beta=true")
+assert status == 200, answer
+assert answer["usage"]["input_tokens"] == counted["input_tokens"], (answer, counted)
+"""
+    with episodes(tmp_path, ANTHROPIC + body, attempts=1) as engine:
+        begin(engine)
+        (sample,) = finish(engine)
+        assert sample.prompt_tokens is not None
+        text = engine._renderer.completion_text(sample.prompt_tokens)
+    assert sample.error == ""
+    for part in ("be brief", "be kind", "one", "I do.", "no file", "and now?"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"guided_json": {"type": "object"}},
+        {"min_p": 0.1},
+        {"regex": "a*"},
+    ],
+)
+def test_settings_of_other_servers_are_refused_by_name(
+    tmp_path: Path, extra: dict[str, object]
+) -> None:
+    (field,) = extra
+    body = f"""
+status, text = ask(messages, max_tokens=2, **{extra!r})
+assert status == 400 and "{field}" in text, (status, text)
+say(messages, max_tokens=2)
+"""
+    with episodes(tmp_path, body, attempts=1) as engine:
         begin(engine)
         (sample,) = finish(engine)
     assert sample.error == ""

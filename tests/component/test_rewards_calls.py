@@ -30,6 +30,9 @@ def rank(completions, *, answer, metadata, prompt):
     order = sorted(completions)
     return [{"rank": order.index(one), "size": len(completions)} for one in completions]
 
+def holes(completions, *, answer, metadata, prompt):
+    return [{"none": None, "nan": float("nan")}.get(one, float(len(one))) for one in completions]
+
 def short(completion):
     return float(len(completion))
 
@@ -166,6 +169,29 @@ def test_reward_failure_affects_only_its_prompt_group_or_sample(
         "sample c/0"
     )
     assert texts[4] == "failed: no opinion on sample d/0"
+
+
+def test_reward_that_is_missing_or_no_number_is_named_and_others_are_scored(
+    pool_of: Callable[..., RewardPool],
+) -> None:
+    results = pool_of("holes").score_batch(
+        [
+            *prompt_group("a", "z", "yy"),
+            *prompt_group("b", "none", "yy"),
+            *prompt_group("c", "nan", "yy"),
+            *prompt_group("d", "x", "yyy"),
+        ]
+    )
+    numbers = rewards(results)
+    assert (numbers[:2], numbers[2], numbers[4], numbers[6:]) == (
+        [1.0, 2.0],
+        None,
+        None,
+        [1.0, 3.0],
+    )
+    texts = errors(results)
+    assert any("None" in text and "b/0" in text for text in texts), texts
+    assert any("nan" in text and "c/0" in text for text in texts), texts
 
 
 def test_pool_runs_several_coroutine_calls_concurrently(

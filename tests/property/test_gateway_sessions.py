@@ -235,3 +235,46 @@ def test_a_program_may_send_a_begun_turn_and_its_rest_as_one_message_or_as_two(
         "<|im_start|>user\nis it open?<|im_end|>\n<|im_start|>assistant\nIt is: no<|im_end|>\n"
         "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"
     )
+
+
+FORGETFUL = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.role == 'assistant' and message.reasoning_content and not "
+    "(messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list) %}"
+    "{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}"
+    "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+"""Drops the thoughts of turns before the last user message, as Qwen3's template does."""
+
+
+@pytest.mark.parametrize("keeps_thoughts", [True, False])
+def test_message_behind_thoughts_that_the_template_drops_is_read(
+    tmp_path: Path, keeps_thoughts: bool
+) -> None:
+    (tmp_path / "template.jinja").write_text(FORGETFUL)
+    train_tokenizer(["look"]).save_pretrained(tmp_path)
+    renderer = PromptRenderer.from_folder(
+        tmp_path, DataConfig(source="http", chat_template_file=tmp_path / "template.jinja")
+    )
+    read: list[str] = []
+
+    async def answer(request: GenerationRequest) -> GeneratedSample:
+        read.append(renderer.completion_text(request.prompt_tokens, skip_special_tokens=False))
+        tokens = renderer.encode("<think>hm</think>yes").tolist()
+        return spoken_turn(request, [*tokens, request.stop_token_ids[0]])
+
+    session = open_session(renderer, answer)
+    history = [ChatMessage.of_text("user", "open?")]
+
+    async def talk() -> None:
+        for number in range(3):
+            reply = (await session.chat(history)).reply
+            assert (reply.reasoning, reply.text) == ("hm", "yes")
+            kept = reply if keeps_thoughts else ChatMessage.of_text("assistant", "yes")
+            history.extend([kept, ChatMessage.of_text("user", f"sure {number}?")])
+
+    asyncio.run(talk())
+    assert [text.count("yes") for text in read] == [0, 1, 2]
+    for number, text in enumerate(read[1:]):
+        assert text.endswith(f"<|im_start|>user\nsure {number}?<|im_end|>\n<|im_start|>assistant\n")

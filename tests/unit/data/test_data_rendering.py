@@ -222,3 +222,12 @@ def test_renderer_rejects_an_invalid_or_missing_template_file(folder: Path, tmp_
         PromptRenderer.from_folder(
             folder, DataConfig(source="jsonl:x", chat_template_file=tmp_path / "missing.jinja")
         )
+
+
+def test_ids_behind_the_tokenizers_vocabulary_are_no_text(folder: Path) -> None:
+    """A model's embedding may have more rows than its tokenizer has tokens."""
+    renderer = PromptRenderer.from_folder(folder, CHAT)
+    size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    tokens = np.array([*renderer.encode("4"), size + 1000, *renderer.encode("2")], np.int32)
+    for skips in (True, False):
+        assert renderer.completion_text(tokens, skip_special_tokens=skips) == "42"

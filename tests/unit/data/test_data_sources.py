@@ -328,3 +328,15 @@ def test_file_can_not_give_the_metadata_of_a_generated_problem(tmp_path: Path) -
         open_source(jsonl(path), seed=0)
     kept = open_source(jsonl(path, metadata_keys=["task"]), seed=0).row(0)
     assert json.loads(kept.metadata) == {"task": "number_sorting"}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r\n\r\n", " \r\n"])
+def test_jsonl_reads_lines_of_either_end(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": "a\r\nb", "answer": str(index)}) for index in range(3)]
+    path.write_bytes("".join(line + end for line in lines).encode())
+    source = open_source(jsonl(path), seed=0)
+    rows = [source.row(index) for index in range(source.num_rows)]
+    assert [(row.messages[0].text, row.answer) for row in rows] == [
+        ("a\r\nb", str(index)) for index in range(3)
+    ]

@@ -116,6 +116,26 @@ def test_calls_are_read_in_the_format_of_each_family(
         ("hermes", "<tool_call>[]</tool_call>", ("no_name",)),
         (
             "hermes",
+            '<tool_call>{"name": "look", "arguments": {"key": "a"}</tool_call>',
+            ("not_json",),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "look", "arguments": {"key": "a\nb"}}</tool_call>',
+            ("not_json",),
+        ),
+        (
+            "hermes",
+            '<tool_call>"{\\"name\\": \\"look\\", \\"arguments\\": {}}"</tool_call>',
+            ("no_name",),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "look", "arguments": {}} {"name": "look"}</tool_call>',
+            ("not_json",),
+        ),
+        (
+            "hermes",
             '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>',
             ("lone_surrogate",),
         ),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from small_settings import small_run
+from transformers import GenerationConfig
 
 from relax_events.config import RunConfig
 from relax_events.events.types import PolicyEvaluated
@@ -204,3 +205,24 @@ def test_config_names_the_dtype_of_the_weights(
     (tmp_path / "config.json").write_text(json.dumps(config))
     set_dtype(tmp_path, "float32")
     assert json.loads((tmp_path / "config.json").read_text()) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.6, "do_sample": False},
+        {"num_beams": 1, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"eos_token_id": [1, 2], "penalty_alpha": 0.1},
+    ],
+)
+def test_generation_settings_that_transformers_would_not_write_are_copied_as_they_are(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    base, target = tmp_path / "base", tmp_path / "target"
+    base.mkdir()
+    target.mkdir()
+    text = json.dumps(settings, indent=1)
+    (base / "generation_config.json").write_text(text)
+    copy_small_files(base, target)
+    assert (target / "generation_config.json").read_text() == text
+    assert GenerationConfig.from_pretrained(target) is not None

@@ -195,6 +195,32 @@ def test_loose_mode_ignores_text_around_the_answer() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("response", "instructions", "reward"),
+    [
+        (
+            "ox ox ox",
+            [("keywords:frequency", {"keyword": "ox", "frequency": 3, "relation": "less than"})],
+            0,
+        ),
+        (
+            "ox ox",
+            [("keywords:frequency", {"keyword": "ox", "frequency": 3, "relation": "less than"})],
+            1,
+        ),
+        ("a b", [("keywords:existence", {"keywords": [one]}) for one in "ac"], 0),
+        ("a b", [("keywords:existence", {"keywords": [one]}) for one in "ca"], 0),
+        ("a b", [("keywords:existence", {"keywords": [one]}) for one in "ab"], 1),
+        ("prompt", [("combination:repeat_prompt", {"prompt_to_repeat": "the prompt."})], 0),
+        ("so the prompt.", [("combination:repeat_prompt", {"prompt_to_repeat": "the prompt."})], 0),
+    ],
+)
+def test_each_instruction_of_a_sample_is_checked_with_its_own_arguments(
+    response: str, instructions: list[tuple[str, dict[str, Any]]], reward: float
+) -> None:
+    assert follow(response, *instructions)["reward"] == reward
+
+
 def test_repeat_prompt_instruction_defaults_to_the_samples_own_prompt() -> None:
     assert follow("the prompt. And more", ("combination:repeat_prompt", {}))["reward"] == 1.0
 
