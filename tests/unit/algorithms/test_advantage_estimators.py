@@ -14,6 +14,7 @@ from relax_events.algorithms.advantages import (
     GroupRewards,
     centred_advantages,
     gdpo_advantages,
+    grpo_advantages,
     maxrl_advantages,
     opo_advantages,
     rloo_advantages,
@@ -285,3 +286,45 @@ def test_truncated_samples_are_excluded_from_the_group_statistics() -> None:
     assert estimate([4, 1, 3, 2], MASKS, name="dr_grpo", **settings) == estimate(
         [4, 1, 3, 2], MASKS, name="dr_grpo"
     )
+
+
+UNLIKE = [0.35] * 7 + [0.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_equal", "of_other"),
+    [
+        # The mean is 0.30625, and the deviation 0.35 / sqrt(8) with n - 1.
+        ({"name": "grpo"}, 0.125 * math.sqrt(8), -0.875 * math.sqrt(8)),
+        ({"name": "dr_grpo"}, 0.04375, -0.30625),
+        # The others' means are 2.1 / 7 = 0.3 and 0.35.
+        ({"name": "rloo"}, 0.05, -0.35),
+        ({"name": "rloo", "normalise_std": True}, math.sqrt(8) / 7, -math.sqrt(8)),
+    ],
+)
+def test_one_reward_unlike_the_others_leaves_no_residue(
+    settings: dict[str, Any], of_equal: float, of_other: float
+) -> None:
+    advantages = estimate(UNLIKE, [[1]] * 8, **settings)
+    expected = [[of_equal]] * 7 + [[of_other]]
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reward", [0.1, 0.2, 0.3, 1 / 3, -0.7, 1e-9, 1e9 + 0.1])
+@pytest.mark.parametrize("number", [2, 3, 7, 8, 16])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl"])
+def test_equal_rewards_give_advantages_of_exactly_zero(
+    name: str, number: int, reward: float
+) -> None:
+    if name == "maxrl" and reward < 0:
+        return
+    assert estimate([reward] * number, [[1]] * number, name=name) == [[0.0]] * number
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_rewards_that_differ_by_rounding_give_no_noise(normalises: bool) -> None:
+    rewards = group([0.1 + 0.2, 0.3, 0.3, 0.3])
+    assert rewards.total[0] != rewards.total[1]
+    for function in (rloo_advantages, grpo_advantages):
+        advantages = function(rewards, normalise_std=normalises)
+        assert np.abs(advantages).max() < 1e-6

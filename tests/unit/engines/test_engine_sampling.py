@@ -118,6 +118,15 @@ def test_logprobs_are_computed_before_the_top_k_restriction() -> None:
     assert logprobs[0] == pytest.approx(np.log(weights[1] / weights.sum()), abs=1e-6)
 
 
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.6, 0.9, 1.0])
+def test_logprobs_are_computed_before_the_top_p_restriction(top_p: float) -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(50, 1)
+    numbers = (np.arange(50) + 0.5) / 50
+    tokens, logprobs = sample_tokens(logits, numbers, sampling=rows(50, top_p=top_p))
+    weights = np.exp(np.array([2.0, 1.0, 0.0, -1.0]))
+    np.testing.assert_allclose(logprobs, np.log(weights / weights.sum())[tokens], atol=1e-6)
+
+
 def test_token_without_probability_is_never_sampled() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf]])
     for number in (0.0, 1 - 2.0**-52):

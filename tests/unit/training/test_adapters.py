@@ -183,8 +183,9 @@ def test_target_modules_limit_the_adapters_and_must_exist() -> None:
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.up_proj",
     }
-    with pytest.raises(ConfigError, match=r"names 'query'.*down_proj, gate_proj"):
-        backend(lora=LoRAConfig(target_modules=("query",)))
+    for name in ("query", "embed_tokens", "lm_head"):
+        with pytest.raises(ConfigError, match=rf"names '{name}'.*down_proj, gate_proj"):
+            backend(lora=LoRAConfig(target_modules=("q_proj", name)))
 
 
 @pytest.mark.parametrize(
