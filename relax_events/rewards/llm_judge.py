@@ -39,12 +39,8 @@ PAIR_TEMPLATE = Template(
     "line: Verdict: A, Verdict: B or Verdict: tie."
 )
 BUILT_IN = {"rubric": RUBRIC_TEMPLATE, "reference": REFERENCE_TEMPLATE, "pair": PAIR_TEMPLATE}
-SCORE_LINE = re.compile(
-    r"^[\s*_>#-]*Score[\s*_]*:[\s*_]*(-?\d+(?:\.\d+)?)", re.IGNORECASE | re.MULTILINE
-)
-VERDICT_LINE = re.compile(
-    r"^[\s*_>#-]*Verdict[\s*_]*:[\s*_]*(A|B|tie)\b", re.IGNORECASE | re.MULTILINE
-)
+SCORE_LINE = re.compile(r"(?im)^[\s*_>#-]*Score[\s*_]*:[\s*_]*(-?\d+(?:\.\d+)?)")
+VERDICT_LINE = re.compile(r"(?im)^[\s*_>#-]*Verdict[\s*_]*:[\s*_]*(A|B|tie)\b")
 VERDICT_POINTS = {"a": 1.0, "b": 0.0, "tie": 0.5}
 
 
@@ -66,7 +62,13 @@ class Grading:
     def build_prompt(
         self, completion: str, *, answer: str, metadata: Mapping[str, Any], prompt: str
     ) -> str:
-        """Return the judge prompt for a completion, without its reasoning."""
+        """Return the judge prompt for a completion, without its reasoning.
+
+        Raises:
+            ValueError: The template has $answer, and the sample has no reference answer.
+        """
+        if not answer.strip() and "answer" in self.template.get_identifiers():
+            raise ValueError("$answer: the sample has no reference answer; see data.answer_key")
         return self.template.safe_substitute(
             prompt=prompt,
             answer=answer,

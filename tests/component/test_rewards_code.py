@@ -205,7 +205,8 @@ def test_last_python_block_after_the_reasoning_is_used() -> None:
 
 def test_function_call_results_are_compared_as_json() -> None:
     (test,) = read_tests({"inputs": [3], "outputs": ["it's"], "fn_name": "f"})
-    assert "assert json.loads(json.dumps(function(*json.loads('[3]')))) == json.loads" in test
+    assert "result = json.loads(json.dumps(function(*json.loads('[3]'))))\n" in test
+    assert "assert are_close(result, json.loads('\"it\\'s\"'))\n" in test
 
 
 def test_sandbox_has_no_network_or_environment_and_ends_its_processes(

@@ -19,6 +19,8 @@ from relax_events.config import RewardConfig
 from relax_events.errors import ConfigError, RewardError
 from relax_events.rewards.http_client import MAX_REPLY_BYTES, post_json
 from relax_events.rewards.llm_judge import (
+    REFERENCE_TEMPLATE,
+    Grading,
     load_template,
     read_score,
     read_verdict,
@@ -282,6 +284,11 @@ def test_genrm_prompt_includes_the_reference_or_uses_a_custom_template(service: 
             max_score=1,
         )
     ) == [1.0]
+
+
+def test_reference_template_fails_without_a_reference() -> None:
+    with pytest.raises(ValueError, match=r"no reference answer; see data.answer_key"):
+        Grading(REFERENCE_TEMPLATE).build_prompt("a", answer=" ", metadata={}, prompt="q")
 
 
 def test_genrm_pairwise_ranks_the_prompt_group_in_both_orders(service: Service) -> None:

@@ -39,7 +39,7 @@ def run_rewards(*names: str, **arguments: Any) -> int:
             "math",
             {"completion": "The answer is $100$ dollars.", "answer": "100"},
             1.0,
-            "100",
+            "$100$ dollars",
             "it equals '100'",
         ),
         ("math", {"completion": r"so \boxed{4}", "answer": "5"}, 0.0, "4", "it does not equal '5'"),

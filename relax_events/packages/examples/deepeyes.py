@@ -116,7 +116,12 @@ def score(
 
     An answer stands between `<answer>` and `</answer>` in the last turn, in less than 300
     characters. It is right if it equals the reference, upper and lower case aside.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
+    if not answer.strip():
+        raise ValueError("the sample has no reference answer; see data.answer_key")
     answers = ANSWER.findall(completion)
     policy_answer = answers[-1].strip() if answers else ""
     is_formed = len(answers) == 1 and 0 < len(policy_answer) < MAX_ANSWER_CHARACTERS

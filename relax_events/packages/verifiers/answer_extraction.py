@@ -165,7 +165,7 @@ def references(answer: str) -> list[str]:
             orjson.JSONDecodeError
         ):  # an interval such as [0, 1) is an answer, not a list of some
             parsed = None
-        if isinstance(parsed, list) and parsed and all(isinstance(one, str) for one in parsed):
+        if isinstance(parsed, list) and all(isinstance(one, str) for one in parsed):
             alternatives = parsed
     if not (kept := [one.strip() for one in alternatives if one.strip()]):
         raise ValueError("the sample has no reference answer; see data.answer_key")

@@ -64,10 +64,11 @@ def ifeval(
     For these 25 the verdicts are as IFEval's published tests assert them, for the 58 as IFBench's
     program of 2026-09 gives them, with its repairs from 2026-04 on. Four things differ. Sentences
     are split by rules, and by NLTK's models in the published programs: at `.`, `!` or `?` before
-    white space, not behind an abbreviation such as "e.g." or a single capital. So the same text
-    gives the same verdict without downloaded data; sentences without white space between them count
-    as one. An empty paragraph is not counted, and so is not indexed either. Marks alone, such as a
-    dash, are no words. A conjunction counts once, in any case.
+    white space, not behind an abbreviation such as "e.g." or a single capital, nor at dots before a
+    small letter or a digit. So the same text gives the same verdict without downloaded data;
+    sentences without white space between them count as one. An empty paragraph is not counted, and
+    so is not indexed either. Marks alone, such as a dash, are no words. A conjunction counts once,
+    in any case.
 
     Raises:
         ValueError: The metadata name no instruction, an unknown one, or arguments that it does not

@@ -20,7 +20,8 @@ Check = Callable[..., bool]
 INSTRUCTIONS: dict[str, Check] = {}
 WORD = re.compile(r"\w+")
 CASED_WORD = re.compile(r"[^\W\d_][\w'-]*")
-SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+(?=\s|$)")
+SENTENCE_END = re.compile(r"(?<![.!?])(?!\.\.++\s++[^\w\s]*+[a-z\d])[.!?]++[\"')\]]*+(?=\s|$)")
+"""Dots before a small letter or a digit end no sentence."""
 ABBREVIATION = re.compile(
     r"(?:\b(?i:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|jr|sr|inc|ltd|co|no|fig)|\b[A-Z])\.$"
 )

@@ -55,6 +55,7 @@ def find_after_reasoning(
     completion: str, *, answer: str, boxes: Boxes = "last", **_: Any
 ) -> MathFinding:
     """Compare the last box after the mark that ends the reasoning."""
+    references(answer)
     for mark in (THOUGHT_END, RESPONSE_MARK, RESPONSE_MARK.replace(" ", "")):
         separator, text = completion.rpartition(mark)[1:]
         if separator:
@@ -157,6 +158,9 @@ def deepscaler(
 
     Without such a mark the reasoning has not ended, and the reward is 0. `boxes` is as in `math`;
     rllm's reward reads the last box alone.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
     return find_after_reasoning(completion, answer=answer, boxes=boxes).reward
 
@@ -179,6 +183,9 @@ def dapo_math(
     Both are compared as text, without units and LaTeX's marks. Of several words the text in a box
     or between dollar signs counts: the data's answers are integers. The component `accuracy` is 1
     or 0.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
     is_right = find_answer_line(completion, answer=answer).is_right
     return {"reward": 1.0 if is_right else wrong_reward, "accuracy": float(is_right)}
@@ -203,6 +210,9 @@ def geo3k(
 
     The components are `accuracy` and `format`, each 1 or 0. `boxes` is as in `math`; EasyR1's
     reward reads the last box alone.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
     accuracy = find_last_box(completion, answer=answer, boxes=boxes).reward
     form = float(_thinks_then_boxes(completion))
@@ -232,11 +242,14 @@ def openr1_multimodal(
     The components are `accuracy` and `format`; `reward.weights` weighs them otherwise. An answer is
     right when it equals the reference in mathematics or as text; `boxes` is as in `math`. A tag
     that occurs twice makes both 0: one cannot answer twice.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
+    reference_answers = [tagged_answer(one) or one for one in references(answer)]
     if any(completion.count(tag) > 1 for tag in TAGS):
         return {"accuracy": 0.0, "format": 0.0}
     tag_answer = tagged_answer(completion)
-    reference_answers = [tagged_answer(one) or one for one in references(answer)]
     accuracy = tag_answer is not None and any(
         _equals(tag_answer, one, last_alone=boxes == "last") for one in reference_answers
     )

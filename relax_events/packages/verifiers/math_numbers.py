@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 
+MAX_INTEGER_DIGITS = 4000
+"""Python's `int` refuses more than 4,300 digits by default."""
 SYMBOLS = (
     "\u00d7\u00f7\u00b7\u22c5\u2264\u2265\u2260\u03c0\u221e\u222a\u00b0\u00b2\u00b3"
     "\u00bd\u00bc\u00be"
@@ -229,7 +232,8 @@ def _read_power(parts: dict[str, str | None]) -> int:
 
 
 def _read_plain(text: str | None) -> Fraction:
-    return Fraction((text or "").replace(",", ""))
+    digits = (text or "").replace(",", "")
+    return Fraction(Decimal(digits) if len(digits) > MAX_INTEGER_DIGITS else digits)
 
 
 def _count_decimals(parts: dict[str, str | None]) -> int | None:

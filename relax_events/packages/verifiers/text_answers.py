@@ -48,16 +48,15 @@ def exact_match(completion: str, *, answer: str, metadata: dict[str, Any], promp
 
 def explain_gsm8k(completion: str, *, answer: str, **_: Any) -> Explanation:
     """Explain which number was compared."""
-    reference_number, number = final_number(answer), final_number(completion)
+    reference_numbers, number = _reference_numbers(answer), final_number(completion)
     matched_part = (
         f"behind {FINAL_ANSWER_MARK}" if FINAL_ANSWER_MARK in completion else "the last number"
     )
     return Explanation(
         answer=None if number is None else str(number),
         location="no number" if number is None else matched_part,
-        why="the reference answer has no number"
-        if reference_number is None
-        else f"it {'is' if number == reference_number else 'is not'} {reference_number}",
+        why=f"it {'is' if number in reference_numbers else 'is not'} "
+        + " or ".join(map(str, reference_numbers)),
     )
 
 
@@ -76,12 +75,9 @@ def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
     sign counts that follows no number, letter or closing bracket: `10-5` ends with 5.
 
     Raises:
-        ValueError: The sample has no reference answer.
+        ValueError: The sample has no reference answer, or one without a number.
     """
-    if not answer.strip():
-        raise ValueError("the sample has no reference answer; see data.answer_key")
-    reference_number, number = final_number(answer), final_number(completion)
-    return float(reference_number is not None and reference_number == number)
+    return float(final_number(completion) in _reference_numbers(answer))
 
 
 @reward(source=SQUAD)
@@ -93,6 +89,9 @@ def squad_exact_match(
 
     The answer is the text after `</think>`, or the content of its `<answer>` tag. The references
     are one text or a JSON list of texts.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
     answer_words = squad_words(_extract_answer(completion))
     return float(any(answer_words == squad_words(reference) for reference in references(answer)))
@@ -103,6 +102,9 @@ def f1(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -
     """Give the F1 of the words that the answer shares with the reference, of several the highest.
 
     Words and answer are as in `squad_exact_match`.
+
+    Raises:
+        ValueError: The sample has no reference answer.
     """
     answer_words = squad_words(_extract_answer(completion))
     return max(_word_f1(answer_words, squad_words(reference)) for reference in references(answer))
@@ -115,6 +117,17 @@ def final_number(text: str) -> Fraction | None:
         return next((value for value, _ in find_numbers(tail)), None)
     *_, (value, before) = [(None, ""), *find_numbers(tail)]
     return None if OPEN_NUMBER.search(before) else value
+
+
+def _reference_numbers(answer: str) -> list[Fraction]:
+    numbers = {one: final_number(one) for one in references(answer)}
+    for text, number in numbers.items():
+        if number is None:
+            raise ValueError(
+                f"the reference answer {text!r:.40} ends with no number that could be "
+                "compared; see data.answer_key"
+            )
+    return [number for number in numbers.values() if number is not None]
 
 
 def squad_words(text: str) -> list[str]:

@@ -26,7 +26,9 @@ def follow(name: str, **kwargs: int) -> Callable[[str], object]:
 
 
 def call(function: Callable[..., object]) -> Callable[[str], object]:
-    return lambda text: function(text, answer="A", metadata={}, prompt="")
+    return lambda text: function(
+        text, answer="5" if function is gsm8k else "A", metadata={}, prompt=""
+    )
 
 
 CASES = [
@@ -46,6 +48,8 @@ CASES = [
     (call(gsm8k), "1,111"),
     (call(gsm8k), "1/2/"),
     (call(gsm8k), "- "),
+    (call(gsm8k), "9"),
+    (call(gsm8k), "1e9 "),
     *(
         (function, piece)
         for function in (call(gpqa), call(multiple_choice))

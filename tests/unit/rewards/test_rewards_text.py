@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from relax_events.packages.verifiers.text_answers import exact_match, f1, gsm8k, squad_exact_match
+from relax_events.packages.examples.deepeyes import score as deepeyes
+from relax_events.packages.verifiers.math_answers import (
+    dapo_math,
+    deepscaler,
+    find_after_reasoning,
+    find_answer_line,
+    find_math,
+    geo3k,
+    math,
+    openr1_multimodal,
+)
+from relax_events.packages.verifiers.text_answers import (
+    exact_match,
+    explain_gsm8k,
+    f1,
+    gsm8k,
+    multiple_choice,
+    squad_exact_match,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -78,16 +97,17 @@ def test_gsm8k_takes_no_part_of_a_number_and_no_denied_one(completion: str) -> N
     assert call(gsm8k, completion, "2") == 0.0
 
 
-@pytest.mark.parametrize("function", [exact_match, gsm8k])
-@pytest.mark.parametrize("answer", ["", " \n"])
-def test_sample_without_a_reference_is_a_failure(function: Any, answer: str) -> None:
-    for completion in ("null", "18", answer):
-        with pytest.raises(ValueError, match="no reference answer"):
-            call(function, completion, answer)
+@pytest.mark.parametrize("answer", ["none", "####", "1 or 2", '["5", "none"]'])
+def test_gsm8k_fails_when_the_reference_has_no_number(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"ends with no number .*; see data.answer_key"):
+        call(gsm8k, "5", answer)
 
 
-def test_gsm8k_gives_zero_reward_when_the_reference_has_no_number() -> None:
-    assert call(gsm8k, "none", "none") == 0.0
+def test_gsm8k_compares_numbers_of_any_length() -> None:
+    long = "1" * 5000
+    assert call(gsm8k, f"#### {long}", long) == 1.0
+    assert call(gsm8k, f"#### {long}", "1" * 4999) == 0.0
+    assert call(gsm8k, f"{long} so it is 5", "5") == 1.0
 
 
 SQUAD_EXACT = [
@@ -127,10 +147,27 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall(
     assert call(f1, completion, answer) == pytest.approx(reward)
 
 
-@pytest.mark.parametrize("function", [f1, squad_exact_match])
-@pytest.mark.parametrize("answer", ["", "  ", '["", " "]'])
-def test_missing_reference_fails_instead_of_scoring_zero(function: Any, answer: str) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(f1, squad_exact_match, gsm8k, multiple_choice, math, deepscaler, dapo_math, geo3k),
+        *(openr1_multimodal, find_math, find_after_reasoning, find_answer_line, explain_gsm8k),
+    ],
+)
+@pytest.mark.parametrize("answer", ["", "  ", "[]", '["", " "]'])
+@pytest.mark.parametrize("completion", ["", "no answer", "<answer>1</answer><answer>2</answer>"])
+def test_missing_reference_fails_instead_of_scoring_zero(
+    function: Any, answer: str, completion: str
+) -> None:
     with pytest.raises(
         ValueError, match=r"the sample has no reference answer; see data.answer_key"
     ):
-        call(function, "", answer)
+        call(function, completion, answer)
+
+
+@pytest.mark.parametrize("function", [exact_match, partial(deepeyes, turns=[])])
+def test_missing_reference_is_no_empty_answer(function: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"the sample has no reference answer; see data.answer_key"
+    ):
+        call(function, "", " ")
