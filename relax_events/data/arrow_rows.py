@@ -21,22 +21,32 @@ MAX_EXACT_INTEGER = 2**53
 """Below it a float has the value of the integer that it stands for."""
 
 
-def read_rows(table: pa.Table | pa.RecordBatch, *, named: Collection[str]) -> Iterator[Any]:
-    """Yield the rows of a table as JSON lines would have them.
+class ArrowRows:
+    """Read rows of Arrow as JSON lines would have them."""
 
-    Args:
-        table: The rows.
-        named: Columns and fields with dots, as a run file names them, whose nulls are kept.
-    """
-    converts = [
-        (field.name, convert)
-        for field in table.schema
-        if (convert := _build_column(field.type, field.name, named)) is not None
-    ]
-    for row in table.to_pylist():
-        for name, convert in converts:
-            row[name] = convert(row[name])
-        yield row
+    def __init__(self, named: Collection[str]) -> None:
+        """Name the fields whose nulls are kept.
+
+        Args:
+            named: Columns, and fields with dots, as a run file names them.
+        """
+        self._named = named
+        self._converts: tuple[pa.Schema, list[tuple[str, Convert]]] = (pa.schema([]), [])
+        """The schema of the last table, and the conversions of its columns."""
+
+    def read(self, table: pa.Table | pa.RecordBatch) -> Iterator[Any]:
+        """Yield the rows of a table."""
+        schema, converts = self._converts
+        if table.schema != schema:
+            columns = [
+                (one.name, _build_column(one.type, one.name, self._named)) for one in table.schema
+            ]
+            converts = [(name, convert) for name, convert in columns if convert is not None]
+            self._converts = table.schema, converts
+        for row in table.to_pylist():
+            for name, convert in converts:
+                row[name] = convert(row[name])
+            yield row
 
 
 def _build_column(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | None:
@@ -75,16 +85,21 @@ def _convert_list(convert: Convert) -> Convert:
 
 def _build_struct(kind: pa.StructType, path: str, named: Collection[str]) -> Convert:
     fields = [(one.name, _build(one.type, f"{path}.{one.name}", named)) for one in kind]
+    converts = [(name, build) for name, build in fields if build is not None]
     always_null = {one.name for one in kind if pa.types.is_null(one.type)}
     kept = {one.name for one in kind if f"{path}.{one.name}" in named}
 
     def convert(value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is None:
             return None
+        for name, convert_field in converts:
+            value[name] = convert_field(value[name])
+        if None not in value.values():
+            return value
         return {
-            name: value[name] if convert_field is None else convert_field(value[name])
-            for name, convert_field in fields
-            if value[name] is not None
+            name: part
+            for name, part in value.items()
+            if part is not None
             or name in kept
             or _keeps_null(value, name, is_always_null=name in always_null)
         }

@@ -35,6 +35,8 @@ def split_at_placeholders(
         ConfigError: The numbers of placeholders and media items differ.
     """
     in_parts = {part.kind for message in messages for part in message.parts}
+    if not items and in_parts <= {Modality.TEXT}:
+        return list(messages), []
     marked = items.keys() - in_parts
     pieces = [[list(_split_part(part, marked)) for part in one.parts] for one in messages]
     places = [part for parts in pieces for split in parts for part in split if _is_media(part)]

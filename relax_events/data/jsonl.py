@@ -175,7 +175,9 @@ class JsonlSource:
     def _parse(self, line: bytes, number: int | str) -> PromptRow:
         location = f"{self._path}:{number}"
         try:
-            columns = decode_json(line.decode("utf-8-sig"), parse_float=WrittenFloat)
+            columns = decode_json(
+                line.removeprefix(codecs.BOM_UTF8).decode(), parse_float=WrittenFloat
+            )
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"{location} is not UTF-8: byte {error.object[error.start]:#04x} at position "

@@ -29,7 +29,7 @@ except ImportError as error:
         "relax-events[parquet]"
     ) from None
 
-from relax_events.data.arrow_rows import read_rows
+from relax_events.data.arrow_rows import ArrowRows
 
 __all__ = ["pa", "parquet"]
 
@@ -74,6 +74,7 @@ class ParquetSource:
         """
         self._path, self._section = path, section
         self._columns = ColumnReader(config, section=section)
+        self._rows = ArrowRows(self._columns.named_columns)
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         self.invalid_rows = InvalidRows(section, config.max_invalid_rows)
         self._groups = self._find_groups(parquet_files(path, config.split, section=section))
@@ -104,7 +105,7 @@ class ParquetSource:
         group = self._groups[number]
         offset = position - group.first_row
         table = self._table(number).slice(offset, 1)
-        (columns,) = read_rows(table, named=self._columns.named_columns)
+        (columns,) = self._rows.read(table)
         return self._columns.read_row(
             columns, f"{group.path}, row {position - group.first_row_of_file}"
         )
@@ -175,7 +176,7 @@ class ParquetSource:
                 for batch in file.iter_batches(
                     BATCH_ROWS, row_groups=[group.number], columns=names
                 ):
-                    for columns in read_rows(batch, named=self._columns.named_columns):
+                    for columns in self._rows.read(batch):
                         if self._start <= row < self._stop:
                             yield f"{group.path}, row {row - group.first_row_of_file}", columns
                         row += 1

@@ -53,6 +53,10 @@ def write_object(fields: Mapping[str, Any], location: str, *, takes_nan: bool) -
         location: Of the row, for errors.
         takes_nan: Whether NaN and infinite numbers become null.
     """
+    try:
+        return format_json(fields, default=_write_part)
+    except (TypeError, ValueError):  # a part has to be named or replaced
+        pass
     parts = (
         f"{format_json(key)}:{write_value(value, f'{location}: {key}', takes_nan=takes_nan)}"
         for key, value in fields.items()
@@ -73,10 +77,9 @@ def write_value(value: Any, location: str, *, takes_nan: bool = False) -> str:
                 f"{location} holds {_name_number(number)}, which is no number of JSON; write null"
             )
 
-    def write_part(part: Any) -> Any:
+    def name_part(part: Any) -> Any:
         try:
-            is_number = isinstance(part, WrittenFloat)
-            return float(part) if is_number else orjson.loads(orjson.dumps(part))  # a time
+            return _write_part(part)
         except TypeError:
             raise ConfigError(
                 f"{location} holds a {type(part).__name__}, which JSON can't represent; set "
@@ -84,13 +87,22 @@ def write_value(value: Any, location: str, *, takes_nan: bool = False) -> str:
             ) from None
 
     try:
-        return format_json(value, default=write_part)
+        return format_json(value, default=_write_part)
     except (TypeError, ValueError):
         pass
     try:
-        return format_json(_replace_numbers(value, replace_number), default=write_part)
+        return format_json(_replace_numbers(value, replace_number), default=name_part)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{location} can't be written as JSON: {error}") from None
+
+
+def _write_part(part: Any) -> Any:
+    """Return a number as written or a time in a form that JSON has.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    return float(part) if isinstance(part, WrittenFloat) else orjson.loads(orjson.dumps(part))
 
 
 def _replace_numbers(value: Any, replace: Callable[[float], None]) -> Any:
@@ -150,7 +162,7 @@ def require_record(row: PromptRow, columns: Mapping[str, Any], location: str) ->
     messages = [*row.messages, *(message for one in row.completions for message in one)]
     texts = (row.answer, row.metadata, row.tools, *list_texts(messages))
     try:
-        num_bytes = sum(len(text.encode()) for text in texts)
+        num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         key = next(key for key, value in columns.items() if half in _print_column(key, value))

@@ -1,13 +1,16 @@
 """The JSON text that events hold: metadata, tools, and arguments of tool calls.
 
 Integers keep all their digits: orjson reads those from 2^64 on as floats, and does not write them.
+It is used where a text has no 19 digits in a row, and where a value has no such integer (ADR 73).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import orjson
@@ -15,6 +18,10 @@ import orjson
 MAX_LEVELS = 254
 """Of nested objects and lists, as many as orjson writes."""
 TOO_DEEP = "it is nested too deep"
+TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+LARGE_INTEGER = b"0" * 19
+"""The digits of every integer that orjson does not read exactly, as zeros."""
+PLAIN_TYPES = frozenset({str, int, bool, type(None)})
 
 
 class WrittenFloat(float):
@@ -39,6 +46,12 @@ def parse_json(text: str) -> Any:
     Raises:
         ValueError: It is none, is nested too deep, or has an integer of more than 4,300 digits.
     """
+    try:
+        content = text.encode()
+        if LARGE_INTEGER not in content.translate(TO_ZEROS):
+            return orjson.loads(content)
+    except ValueError:  # Python's decoder names what is wrong
+        pass
     value = decode_json(text, parse_constant=_refuse_constant)
     if "\\u" in text:
         format_json(value).encode()  # refuses a lone surrogate
@@ -48,7 +61,7 @@ def parse_json(text: str) -> Any:
 def decode_json(text: str, **hooks: Any) -> Any:
     """Parse JSON as `parse_json`, but take NaN, infinity and lone surrogates."""
     with _named_errors():
-        return json.loads(text, **hooks)
+        return _build_decoder(**hooks).decode(text)
 
 
 def decode_begin(text: str, start: int, *, decoder: json.JSONDecoder) -> tuple[Any, int]:
@@ -73,6 +86,11 @@ def _named_errors() -> Iterator[None]:
         raise
 
 
+@cache
+def _build_decoder(**hooks: Any) -> json.JSONDecoder:
+    return json.JSONDecoder(**hooks)
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
 
@@ -88,10 +106,10 @@ def format_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> s
         ValueError: A part is NaN or infinite, or it is nested too deep.
     """
     try:
-        text = orjson.dumps(value, default=default, option=orjson.OPT_NON_STR_KEYS).decode()
-        if "null" not in text:  # as orjson writes NaN
-            return text
-    except TypeError:  # a large integer, a number as written, or a part without a form in JSON
+        content = orjson.dumps(value, default=default)
+        if b"null" not in content or _is_finite([value]):  # orjson writes NaN as null
+            return content.decode()
+    except TypeError:  # a large integer, a key that is no text, or a part without a form in JSON
         pass
     try:
         text = json.dumps(
@@ -102,6 +120,18 @@ def format_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> s
     if text.count("[") + text.count("{") > MAX_LEVELS:
         _require_depth(value)
     return text
+
+
+def _is_finite(value: Any) -> bool:
+    """Return whether an object or list has no NaN, no infinity and no part of another type."""
+    for part in value.values() if type(value) is dict else value:
+        kind = type(part)
+        if kind is dict or kind is list:
+            if not _is_finite(part):
+                return False
+        elif kind not in PLAIN_TYPES and not (isinstance(part, float) and math.isfinite(part)):
+            return False
+    return True
 
 
 def _require_depth(value: Any) -> None:

@@ -98,7 +98,7 @@ NULLABLE = st.fixed_dictionaries(
 @given(
     st.lists(
         st.dictionaries(NAMES, PROPERTIES, max_size=3)
-        | st.dictionaries(NAMES.map(str.upper), NULLABLE, max_size=2),
+        | st.dictionaries(NAMES.map("N{}".format), NULLABLE, max_size=2),
         min_size=2,
         max_size=5,
     )
