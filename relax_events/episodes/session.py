@@ -85,12 +85,14 @@ class PreparedTurn:
         input_tokens: Their tokens.
         tools: The tools of the conversation: a JSON list, or empty.
         begun: The first tokens of the turn, from an earlier attempt; None without any.
+        max_calls: How many tool calls the turn may have; None for any number.
     """
 
     continuation: Continuation
     input_tokens: NDArray[np.int32]
     tools: str = ""
     begun: SampleRequest | None = None
+    max_calls: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -219,7 +221,7 @@ class Session:
         if self._is_closed:
             raise SessionClosed("the session ended during the call")
         return self._add(
-            turn, sample, self._read_turn(sample, turn.tools, name=request.samples[0].sample_id)
+            turn, sample, self._read_turn(turn, sample, name=request.samples[0].sample_id)
         )
 
     def interrupt(self, turn: GeneratedSample | None) -> bool:
@@ -360,12 +362,12 @@ class Session:
             reply=reply,
         )
 
-    def _read_turn(self, sample: GeneratedSample, tools: str, *, name: str) -> ChatMessage:
+    def _read_turn(self, turn: PreparedTurn, sample: GeneratedSample, *, name: str) -> ChatMessage:
         """Return a turn as its driver receives it: as the policy wrote it.
 
         Args:
+            turn: As it was prepared.
             sample: The turn.
-            tools: Of the conversation.
             name: Of the turn, unique in the run.
         """
         return ChatMessage.of_text(ASSISTANT, self.renderer.turn_text(sample.tokens))

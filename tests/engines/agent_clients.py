@@ -25,7 +25,7 @@ def chat(client: openai.OpenAI, *, is_streamed: bool) -> str:
     if is_streamed:
         calls: list[tuple[str, str, str]] = []
         for chunk in client.chat.completions.create(
-            model="any", messages=messages, tools=tools, stream=True
+            model="any", messages=messages, tools=tools, stream=True, parallel_tool_calls=False
         ):
             calls += [
                 (call.id, call.function.name, call.function.arguments)
@@ -99,6 +99,24 @@ def message(client: anthropic.Anthropic, *, is_streamed: bool) -> str:
     return "".join(block.text for block in last.content if block.type == "text")
 
 
+def run_tools(client: anthropic.Anthropic) -> str:
+    """Have the client call the tool, which wants a thread of the server at first."""
+
+    @anthropic.beta_tool
+    def look(key: str) -> str:
+        """Look a value up.
+
+        Args:
+            key: Its key.
+        """
+        return RESULT
+
+    messages = [{"role": "user", "content": f"runner: {ASKED}"}]
+    settings = {"model": "any", "max_tokens": 100, "messages": messages, "tools": [look]}
+    last = client.beta.messages.tool_runner(**settings).until_done()
+    return "".join(block.text for block in last.content if block.type == "text")
+
+
 def errors() -> list[str]:
     """Return the classes of the errors that bad calls raise."""
     other = openai.OpenAI(base_url=f"{URL}/v1", api_key="other", timeout=60)
@@ -126,6 +144,7 @@ def main() -> None:
         *(respond(client, is_streamed=streamed) for streamed in (False, True)),
         respond_by_id(client),
         *(message(claude, is_streamed=streamed) for streamed in (False, True)),
+        run_tools(claude),
     ]
     models = [client.models.list().data[0].id, claude.models.list().data[0].id]
     print(json.dumps({"answers": answers, "errors": errors(), "models": models}))

@@ -85,11 +85,11 @@ def test_the_clients_of_openai_and_anthropic_call_tools_and_keep_the_tokens(tmp_
     finally:
         server.close()
     found = json.loads(printed.splitlines()[-1])
-    assert found["answers"] == ["It is 42."] * 7
+    assert found["answers"] == ["It is 42."] * 8
     assert found["errors"] == ["AuthenticationError", "BadRequestError", "BadRequestError"]
     assert found["models"] == ["tiny", "tiny"]
     rows = session.graph.rows()
-    assert len(rows) == 7
+    assert len(rows) == 8
     assert all(len(row.nodes) == 2 for row in rows)
     for node, read in zip(session.graph.nodes, engine.read, strict=True):
         np.testing.assert_array_equal(path_tokens(node)[: len(read)], read)

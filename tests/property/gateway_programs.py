@@ -71,7 +71,10 @@ class Program(ABC):
         """Have the policy answer, and append its turn."""
         call = self.parse(copied(self.body()))
         node = await session.chat(
-            call.history(session), tools=call.write_tools(), max_tokens=call.bound
+            call.history(session),
+            tools=call.write_tools(),
+            max_tokens=call.bound,
+            max_calls=call.max_calls,
         )
         head = AnswerHead(f"answer-{number}", "any", 0)
         call.record(session, node, head)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from relax_events.episodes.sample import finish_sample
 from relax_events.episodes.session import SessionLimit
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
+from relax_events.packages.gateway.chat_dialect import ChatCall
 from relax_events.packages.gateway.chat_session import ChatSession
 from tests.gateway_sessions import spoken_turn
 
@@ -198,6 +200,51 @@ def test_an_undisturbed_session_is_one_row(
     (row,) = session.graph.rows()
     assert session.graph.num_forks == 0
     assert len(row.nodes) == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "num_calls", "has_tools"),
+    [
+        ({}, 2, True),
+        ({"parallel_tool_calls": True, "tool_choice": "auto"}, 2, True),
+        ({"parallel_tool_calls": False}, 1, True),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 1, True),
+        ({"tool_choice": "none"}, 0, False),
+        ({"tool_choice": {"type": "none"}}, 0, False),
+    ],
+)
+def test_a_turn_has_as_many_calls_as_the_program_takes_and_no_token_is_lost(
+    renderer: PromptRenderer, body: dict[str, Any], num_calls: int, has_tools: bool
+) -> None:
+    said = f"<think>hm</think>two {CALL}\n{CALL}"
+    session = open_session(
+        renderer, lambda request: speak(renderer, request, said), max_new_tokens=2000
+    )
+    tool = {"type": "function", "function": {"name": "look"}}
+    messages = [{"role": "user", "content": "go"}]
+    call = ChatCall.model_validate({"messages": messages, "tools": [tool]} | body)
+
+    async def talk() -> ChatMessage:
+        messages, tools = call.history(session), call.write_tools()
+        node = await session.chat(messages, tools=tools, max_calls=call.max_calls)
+        await session.chat([*messages, node.reply, *messages], tools=tools)
+        return node.reply
+
+    reply = asyncio.run(talk())
+    texts = (f"two {CALL}\n{CALL}", f"two \n{CALL}", "two")
+    assert (len(reply.tool_calls), reply.text) == (num_calls, texts[num_calls])
+    assert session.malformed_calls == ["too_many_calls"] * (2 - num_calls)
+    (row,) = session.graph.rows()
+    trained = renderer.completion_text(row.tokens, skip_special_tokens=False)
+    assert trained.count(said) == 2
+    prompt = renderer.completion_text(row.prompt_tokens, skip_special_tokens=False)
+    assert ('"function"' in prompt) == has_tools
+
+
+async def speak(renderer: PromptRenderer, request: GenerationRequest, text: str) -> GeneratedSample:
+    """Say a text."""
+    tokens = [*renderer.encode(text).tolist(), request.stop_token_ids[0]]
+    return spoken_turn(request, tokens)
 
 
 @pytest.mark.parametrize("is_joined", [True, False])

@@ -24,6 +24,7 @@ from relax_events.packages.gateway.dialect import (
     AnswerHead,
     ModelCall,
     Problem,
+    ThreadRefused,
     build_tool,
     count_tokens,
     is_cut_off,
@@ -54,7 +55,7 @@ class AnthropicPrompt(ModelCall):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CallSampling.NEUTRAL,
         "context_management": ({"edits": []}, {"edits": [KEEP_THOUGHTS]}),
-        "tool_choice": ({"type": "auto"}, {"type": "auto", "disable_parallel_tool_use": False}),
+        "output_config": tuple({"effort": each} for each in ("medium", "high", "xhigh")),
     }
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
@@ -78,6 +79,7 @@ class AnthropicPrompt(ModelCall):
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] = ""
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    thread: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("messages")
     @classmethod
@@ -107,6 +109,8 @@ class AnthropicPrompt(ModelCall):
 
     def history(self, session: ChatSession) -> list[ChatMessage]:
         """Return the conversation: a result of a tool is a message of its own; see `ModelCall`."""
+        if self.thread:
+            raise ThreadRefused("thread is not supported here; send all messages with each call")
         messages: list[Item] = []
         if self.system:
             messages.append({"role": "system", "content": _content(self.system)})
@@ -183,7 +187,8 @@ def anthropic_error(problem: Problem) -> dict[str, Any]:
         text = f"prompt is too long: {text}"
     usual = "invalid_request_error" if problem.status < 500 else "api_error"
     kind = ERROR_TYPES.get(problem.status, usual)
-    return {"type": "error", "error": {"type": kind, "message": text, "code": problem.code}}
+    error = {"type": kind, "message": text, "code": problem.code}
+    return {"type": "error", "error": error | {"details": {"error_code": problem.code}}}
 
 
 def stop_reason(node: Node) -> str:

@@ -172,7 +172,10 @@ async def _chat(session: ChatSession, call: ModelCall, head: AnswerHead) -> Node
             `ChatSession.chat`.
     """
     node = await session.chat(
-        call.history(session), tools=call.write_tools(), max_tokens=call.bound
+        call.history(session),
+        tools=call.write_tools(),
+        max_tokens=call.bound,
+        max_calls=call.max_calls,
     )
     call.record(session, node, head)
     return node

@@ -49,6 +49,7 @@ class ChatCall(ModelCall):
         **CallSampling.NEUTRAL,
         "function_call": ("auto", "none"),
         "modalities": (["text"],),
+        "reasoning_effort": ("medium",),
         "response_format": ({"type": "text"},),
         "verbosity": ("medium",),
     }

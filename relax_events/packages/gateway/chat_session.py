@@ -72,6 +72,7 @@ class ChatSession(Session):
         *,
         tools: str = "",
         max_tokens: int | None = None,
+        max_calls: int | None = None,
     ) -> Node:
         """Sample the next turn of a conversation, and record it.
 
@@ -79,6 +80,7 @@ class ChatSession(Session):
             messages: The whole history, as the program has it.
             tools: JSON list of the tools that the program offers; empty if there are none.
             max_tokens: The program's own bound on the turn.
+            max_calls: How many tool calls the turn may have.
         Raises:
             SessionClosed: The session has ended.
             SessionLimit: A bound of the sample is met.
@@ -93,7 +95,7 @@ class ChatSession(Session):
             messages = await self._resolve(messages)
             if text := self._describe_excess(messages, tools):
                 raise self._meet(Limit.CONTEXT, text)
-            turn = await self._prepare(messages, tools)
+            turn = replace(await self._prepare(messages, tools), max_calls=max_calls)
             request = self.build_request(turn, max_tokens=max_tokens)
             media = await self._load_media(turn.continuation)
             return await self.sample_prepared(turn, replace(request, media=media))
@@ -147,10 +149,15 @@ class ChatSession(Session):
         files = path_media(continuation.parent) + list_message_media(continuation.rest)
         return await self.media.load(files) if files else ()
 
-    def _read_turn(self, sample: GeneratedSample, tools: str, *, name: str) -> ChatMessage:
+    def _read_turn(self, turn: PreparedTurn, sample: GeneratedSample, *, name: str) -> ChatMessage:
         """Return a turn as the program receives it."""
         style = self.renderer.tool_format
-        parsed = parse_reply(self.renderer.turn_text(sample.tokens), style=style, tools=tools)
+        parsed = parse_reply(
+            self.renderer.turn_text(sample.tokens),
+            style=style,
+            tools=turn.tools,
+            max_calls=turn.max_calls,
+        )
         self.malformed_calls += parsed.malformed
         calls = [
             ToolCall(function, arguments, style.call_id(name, number))

@@ -19,12 +19,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import field_validator
+
 from relax_events.api.drivers import Node, SessionClosed, SessionLimit, path_tokens
 from relax_events.api.errors import EngineFailed, PoisonSample
 from relax_events.api.events import ChatMessage, FinishReason
 from relax_events.data.messages import Tool, write_json
 from relax_events.packages.gateway.chat_session import ChatSession
-from relax_events.packages.gateway.sampling import EMPTY, CallSampling
+from relax_events.packages.gateway.sampling import EMPTY, MAX_SHOWN, CallSampling
 
 RETRY_SECONDS = 1
 OPENAI_ACCOUNT_FIELDS = frozenset(
@@ -40,12 +42,22 @@ OPENAI_ACCOUNT_FIELDS = frozenset(
     }
 )
 """Fields of both dialects of OpenAI for accounts, prices and caches."""
+NO_PARALLEL = "disable_parallel_tool_use"
+"""Of `tool_choice` in Anthropic's dialect; in OpenAI's, `parallel_tool_calls` is false."""
 TOOL_FIELDS = frozenset(
     {"type", "name", "description", "cache_control", "eager_input_streaming", "strict"}
 )
 """Fields of a tool that are shown, or that change neither the tokens nor the prompt."""
 LINE_BREAKS = {"\x85": b"\\u0085", "\u2028": b"\\u2028", "\u2029": b"\\u2029"}
 """Characters that some clients take for the end of a line of an event stream, as JSON escapes."""
+
+
+NO_THREADS = "thread_unsupported_request"
+"""After which clients of Anthropic send the whole conversation with each call."""
+
+
+class ThreadRefused(PoisonSample):
+    """A call wants the server to hold its conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,28 @@ class ModelCall(CallSampling, ABC):
 
     model: str = ""
     stream: bool = False
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice_is_free(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        kind, others = choice, {}
+        if isinstance(choice, dict):
+            others = {key: value for key, value in choice.items() if value is not None}
+            kind = others.pop("type", "auto")
+        if kind not in ("auto", "none", "") or others.keys() - {NO_PARALLEL}:
+            shown = repr(choice)[:MAX_SHOWN]
+            raise ValueError(f"tool_choice = {shown} is not supported here; use 'auto' or 'none'")
+        return choice
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many tool calls the turn may have; None for any number."""
+        choice = self.tool_choice if isinstance(self.tool_choice, dict) else {}
+        if "none" in (self.tool_choice, choice.get("type")):
+            return 0
+        return 1 if choice.get(NO_PARALLEL) or not self.parallel_tool_calls else None
 
     @property
     @abstractmethod
@@ -108,12 +142,12 @@ class ModelCall(CallSampling, ABC):
         """
 
     def write_tools(self) -> str:
-        """Return the tools as the text of a JSON list, empty if there are none.
+        """Return the tools as the text of a JSON list, empty if none may be called.
 
         Raises:
             PoisonSample: They are no JSON that can be shown, or as `list_tools`.
         """
-        tools = self.list_tools()
+        tools = [] if self.max_calls == 0 else self.list_tools()
         return write_json(tools, what="the tools") if tools else ""
 
     @abstractmethod
@@ -150,7 +184,8 @@ def describe(error: Exception, session: ChatSession) -> Problem:
         return Problem(status=410, text=str(error), code="session_closed", is_final=True)
     if isinstance(error, PoisonSample):
         session.num_refused += 1
-        return Problem(status=400, text=str(error), code="invalid_messages")
+        code = NO_THREADS if isinstance(error, ThreadRefused) else "invalid_messages"
+        return Problem(status=400, text=str(error), code=code)
     code = "engine_failed" if isinstance(error, EngineFailed) else "store_failed"
     return Problem(status=503, text=str(error), code=code, retry_after_seconds=RETRY_SECONDS)
 

@@ -31,6 +31,7 @@ from relax_events.packages.gateway.responses_answer import (
 )
 from relax_events.packages.gateway.sampling import CallSampling
 
+SUMMARIES = ("auto", "concise", "detailed", "none")
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -42,7 +43,11 @@ class ResponsesCall(ModelCall):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CallSampling.NEUTRAL,
         "background": (False,),
-        "reasoning": tuple({"summary": each} for each in ("auto", "concise", "detailed")),
+        "reasoning": tuple(
+            effort | summary
+            for effort in ({}, {"effort": "medium"})
+            for summary in ({}, *({"summary": each} for each in SUMMARIES))
+        ),
         "text": (
             {"format": {"type": "text"}},
             {"verbosity": "medium"},
@@ -51,6 +56,7 @@ class ResponsesCall(ModelCall):
         "truncation": ("disabled",),
     }
     IGNORED: ClassVar[frozenset[str]] = OPENAI_ACCOUNT_FIELDS | {
+        "client_metadata",  # of Codex
         "include",
         "max_tool_calls",
         "stream_options",
@@ -74,8 +80,8 @@ class ResponsesCall(ModelCall):
         for tool in self.tools:
             if tool.get("type") != "function":
                 raise PoisonSample(
-                    f"a tool of type {tool.get('type')!r} runs at OpenAI; offer tools of type "
-                    "'function'"
+                    f"a tool of type {tool.get('type')!r} is not supported here; offer tools of "
+                    "type 'function' (in Codex, set web_search = \"disabled\")"
                 )
             tools.append(build_tool(tool, schema_field="parameters"))
         return tools
@@ -117,7 +123,9 @@ class ResponsesCall(ModelCall):
             "instructions": self.instructions or None,
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id or None,
+            "tool_choice": self.tool_choice,
             "tools": self.tools,
         }
 

@@ -40,16 +40,9 @@ class CallSampling(BaseModel):
         "ignore_eos": (False,),
         "use_beam_search": (False,),
         "echo": (False,),
-        "tool_choice": ("auto", {"type": "auto"}),
-        "parallel_tool_calls": (True,),
     }
     """Fields that are not supported, of the dialect or of other servers, with the values that have
     no effect."""
-    WITHOUT_TOOLS: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "tool_choice": ("none", {"type": "none"}),
-        "parallel_tool_calls": (False,),
-    }
-    """Values that have no effect on a call that offers no tools."""
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     """Fields of the dialect's specification that change neither the tokens nor the prompt."""
 
@@ -68,8 +61,6 @@ class CallSampling(BaseModel):
             return data
         for key in sorted(data.keys() - cls.model_fields.keys() - cls.IGNORED):
             values = cls.NEUTRAL.get(key, ())
-            if not data.get("tools"):
-                values += cls.WITHOUT_TOOLS.get(key, ())
             if (value := _drop_nulls(data[key])) not in EMPTY and value not in values:
                 name, shown = repr(key)[1:-1][:MAX_SHOWN], repr(data[key])[:MAX_SHOWN]
                 raise ValueError(f"{name} = {shown} is not supported here; leave it out")

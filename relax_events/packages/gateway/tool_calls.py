@@ -21,7 +21,7 @@ from relax_events.data.tool_formats import (
 )
 
 THINKING = re.compile(r"\A\s*+(?:<think>)?+(.*?)</think>\s*", re.DOTALL)
-UNCLOSED = "unclosed"
+UNCLOSED, TOO_MANY = "unclosed", "too_many_calls"
 MAX_DEPTH = 200
 """Levels of arguments; what prints answers and prompts ends at 254."""
 
@@ -43,13 +43,16 @@ class ParsedReply:
     malformed: tuple[str, ...] = ()
 
 
-def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply:
+def parse_reply(
+    text: str, *, style: ToolFormat, tools: str = "", max_calls: int | None = None
+) -> ParsedReply:
     """Split a turn.
 
     Args:
         text: The turn without its stop token.
         style: The format of tool calls.
         tools: JSON list of the tools that the program offers; empty if there are none.
+        max_calls: How many calls the program takes; None for any number.
     """
     reasoning = ""
     if thinking := THINKING.match(text):
@@ -65,7 +68,9 @@ def parse_reply(text: str, *, style: ToolFormat, tools: str = "") -> ParsedReply
             return match.group(0)
         try:
             read = style.read(match.group(1), schemas)
-            calls.extend([_write_call(call, schemas) for call in read])
+            written = [_write_call(call, schemas) for call in read]
+            _require_room(len(calls) + len(written), max_calls)
+            calls.extend(written)
         except NoCall:
             return match.group(0)
         except MalformedCall as error:
@@ -101,6 +106,11 @@ def _write_call(call: Call, schemas: Schemas) -> tuple[str, str]:
     except ValueError:
         raise MalformedCall("infinite_number") from None
     return name, text
+
+
+def _require_room(num_calls: int, max_calls: int | None) -> None:
+    if max_calls is not None and num_calls > max_calls:
+        raise MalformedCall(TOO_MANY)
 
 
 def _require_depth(value: Any, levels: int) -> None:

@@ -75,6 +75,7 @@ OF_THE_SPECIFICATION: list[tuple[type[ModelCall], str, Any]] = [
     (ChatCall, "logit_bias", {"1": 2}),
     (ChatCall, "presence_penalty", 0.1),
     (ChatCall, "reasoning_effort", "low"),
+    (ChatCall, "reasoning_effort", "high"),
     (ChatCall, "verbosity", "low"),
     (ChatCall, "response_format", {"type": "json_object"}),
     (ChatCall, "modalities", ["text", "audio"]),
@@ -167,15 +168,44 @@ def test_the_error_of_an_odd_field_is_short_text(field: str) -> None:
     assert len(problem["msg"].encode()) < 400
 
 
-@pytest.mark.parametrize("call", [ChatCall, ResponsesCall])
-@pytest.mark.parametrize("choice", [{"tool_choice": "none"}, {"parallel_tool_calls": False}])
-def test_a_choice_that_forbids_calls_is_refused_with_tools(
-    call: type[ModelCall], choice: dict[str, Any]
+@pytest.mark.parametrize("call", BODIES)
+@pytest.mark.parametrize(
+    ("choice", "max_calls"),
+    [
+        ({}, None),
+        ({"tool_choice": "auto", "parallel_tool_calls": True}, None),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": None}}, None),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, 1),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, 1),
+        ({"tool_choice": "none"}, 0),
+        ({"tool_choice": {"type": "none"}, "parallel_tool_calls": False}, 0),
+    ],
+)
+def test_a_program_says_how_many_calls_a_turn_may_have(
+    call: type[ModelCall], choice: dict[str, Any], max_calls: int | None
 ) -> None:
-    tools = [TOOL if call is ChatCall else {"type": "function"} | FUNCTION]
-    call.model_validate(BODIES[call] | choice)
-    with pytest.raises(ValidationError, match="is not supported here"):
-        call.model_validate(BODIES[call] | choice | {"tools": tools})
+    tool = {ChatCall: TOOL, ResponsesCall: {"type": "function"} | FUNCTION}.get(call, {"name": "f"})
+    parsed = call.model_validate(BODIES[call] | choice | {"tools": [tool]})
+    assert parsed.max_calls == max_calls
+    assert bool(parsed.write_tools()) == (max_calls != 0)
+
+
+@pytest.mark.parametrize("call", BODIES)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        "any",
+        {"type": "any"},
+        {"type": "tool", "name": "f"},
+        {"type": "auto", "name": "f"},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+        {"type": "function", "function": {"name": "f"}},
+    ],
+)
+def test_a_choice_that_forces_a_call_is_refused(call: type[ModelCall], choice: Any) -> None:
+    with pytest.raises(ValidationError, match=r"tool_choice = .* use 'auto' or 'none'"):
+        call.model_validate(BODIES[call] | {"tool_choice": choice})
 
 
 @pytest.mark.parametrize(

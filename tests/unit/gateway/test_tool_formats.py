@@ -223,6 +223,37 @@ def test_a_good_call_next_to_a_malformed_one_is_read() -> None:
     assert (len(parsed.calls), parsed.malformed) == (1, ("not_json",))
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", HERMES),
+        ("qwen3_coder", CODER),
+        ("glm", GLM),
+        ("mistral", MISTRAL_NEW),
+        ("deepseek", DEEPSEEK),
+    ],
+)
+def test_a_call_beyond_those_that_the_program_takes_stays_in_the_text(name: str, text: str) -> None:
+    tools, style = json.dumps(TOOLS), FORMATS[name]
+    one = parse_reply(f"See. {text}{text}", style=style, tools=tools, max_calls=1)
+    assert (len(one.calls), one.malformed) == (1, ("too_many_calls",))
+    assert one.content.startswith("See. ")
+    assert "look" in one.content
+    none = parse_reply(text, style=style, max_calls=0)
+    assert (none.content, none.calls, none.malformed) == (text, (), ("too_many_calls",))
+    whole = parse_reply(text, style=style, tools=tools, max_calls=1)
+    assert (whole.content, len(whole.calls), whole.malformed) == ("", 1, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("llama3", f"{LLAMA}; {LLAMA}"), ("hermes", f"<tool_call>[{LLAMA}, {LLAMA}]</tool_call>")],
+)
+def test_calls_of_one_block_stay_together(name: str, text: str) -> None:
+    parsed = parse_reply(text, style=FORMATS[name], tools=json.dumps(TOOLS), max_calls=1)
+    assert (parsed.content, parsed.calls, parsed.malformed) == (text, (), ("too_many_calls",))
+
+
 def test_a_call_nested_too_deep_is_text() -> None:
     deep = "[" * 300 + "]" * 300
     text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}}}}}</tool_call>'
