@@ -271,11 +271,13 @@ class Objective:
         self, losses: Float[Tensor, " tokens"], inputs: ObjectiveInputs
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
         algorithm = self.algorithm
-        if not algorithm.has_loss_kl or inputs.ref_logprobs is None:
+        is_of_rollout = algorithm.kl_base == "rollout"
+        base_logprobs = inputs.rollout_logprobs if is_of_rollout else inputs.ref_logprobs
+        if not algorithm.has_loss_kl or base_logprobs is None:
             return losses, torch.zeros_like(inputs.logprobs)
         kl = kl_estimate(
             inputs.logprobs,
-            base_logprobs=inputs.ref_logprobs,
+            base_logprobs=base_logprobs,
             estimator=algorithm.kl_estimator,
             behaviour_logprobs=inputs.rollout_logprobs if algorithm.kl_unbiased else None,
             bound=algorithm.kl_limit,

@@ -122,10 +122,13 @@ class AlgorithmConfig(Section):
     length_normaliser: Annotated[int, Field(ge=0)] = 0
     """Tokens by which `constant_length` divides; 0 is `engine.sampling.max_new_tokens`."""
     kl_coefficient: NonNegative = 0.0
-    """Weight of the KL estimate against the reference model; above 0 needs the reference role."""
+    """Weight of the KL estimate."""
+    kl_base: Literal["reference", "rollout"] = "reference"
+    """Whether it is the KL to the reference model, which needs the reference role, or to the policy
+    that sampled, by the log-probabilities that the engine returned; the latter in the loss."""
     kl_estimator: KlEstimator = "k3"
-    """Schulman's estimators of KL(policy || reference), with d = log(policy / reference) at a
-    sampled token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `abs` is |d|, `low_variance` k3
+    """Schulman's estimators of KL(policy || base), with d = log(policy / base) at a sampled
+    token: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d; `abs` is |d|, `low_variance` k3
     within -10 and 10. With `+` the value is as before and the gradient that of k2
     (straight-through), for the loss."""
     kl_bound: NonNegative = 0.0
@@ -279,12 +282,18 @@ class AlgorithmConfig(Section):
         if self.reference_every and not (self.is_unread or self.needs_reference):
             raise ValueError(
                 f"reference_every = {self.reference_every} refreshes a reference model, and there "
-                "is none; set kl_coefficient, or leave reference_every out"
+                "is none; set kl_coefficient with kl_base = 'reference', or leave reference_every "
+                "out"
             )
         if self.kl_unbiased and self.kl_placement == "reward":
             raise ValueError(
                 "kl_unbiased = true corrects the gradient of a KL estimate in the loss; set "
                 "kl_placement = 'loss'"
+            )
+        if self.kl_base == "rollout" and self.kl_placement == "reward":
+            raise ValueError(
+                "kl_base = 'rollout' holds the trained policy near the one that sampled, which a "
+                "reward can't; set kl_placement = 'loss', or kl_base = 'reference'"
             )
         if self.kl_placement == "reward" and self.kl_estimator.endswith("+"):
             raise ValueError(
@@ -447,12 +456,15 @@ class AlgorithmConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether the reference role is needed."""
-        return self.kl_coefficient > 0 or self._loss_takes_reference
+        return (
+            self.kl_coefficient > 0 and self.kl_base == "reference"
+        ) or self._loss_takes_reference
 
     @property
     def has_reference_in_loss(self) -> bool:
         """Whether the trainer needs the reference's log-probabilities of each sample."""
-        return self.has_loss_kl or self._loss_takes_reference
+        is_of_reference = self.has_loss_kl and self.kl_base == "reference"
+        return is_of_reference or self._loss_takes_reference
 
     @property
     def _loss_takes_reference(self) -> bool:

@@ -130,6 +130,12 @@ SETTINGS: list[dict[str, Any]] = [
         "kl_estimator": "abs",
         "kl_bound": 0.2,
     },
+    {
+        "kl_coefficient": 0.3,
+        "kl_placement": "loss",
+        "kl_base": "rollout",
+        "kl_estimator": "k2",
+    },
     {"distill_coefficient": 0.4, "distill_placement": "loss"},
 ]
 
@@ -167,7 +173,7 @@ def token_loss(
 ) -> float:
     loss = factor(algorithm, row, rows) * policy_loss(algorithm, row, rows)
     if algorithm.kl_coefficient and algorithm.kl_placement == "loss":
-        d = row["logprobs"] - row["ref"]
+        d = row["logprobs"] - row["rollout" if algorithm.kl_base == "rollout" else "ref"]
         kl = {"k2": d * d / 2, "k3+": math.exp(-d) - 1 + d, "abs": abs(d)}[algorithm.kl_estimator]
         kl = min(kl, algorithm.kl_bound or kl)
         loss += (

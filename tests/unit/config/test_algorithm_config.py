@@ -307,6 +307,10 @@ def test_every_installed_algorithm_has_a_complete_spec() -> None:
             "set distill_placement = 'loss' with ppo",
         ),
         (
+            {"kl_base": "rollout", "kl_placement": "reward"},
+            "kl_base = 'rollout' holds the trained policy near the one that sampled, which a",
+        ),
+        (
             {"kl_estimator": "k3+", "kl_placement": "reward"},
             "kl_estimator = 'k3+' is a value with another gradient, and a reward has none",
         ),
@@ -664,3 +668,16 @@ def test_sample_without_required_teacher_logprobs_is_rejected(
         check_trainable(
             ready(**changes), algorithm=AlgorithmConfig.model_validate(settings), vocab_size=100
         )
+
+
+def test_kl_to_the_sampling_policy_needs_no_reference() -> None:
+    algorithm = AlgorithmConfig(kl_coefficient=0.1, kl_base="rollout", kl_estimator="k2")
+    assert algorithm.has_loss_kl
+    assert not algorithm.needs_reference
+    assert not algorithm.has_reference_in_loss
+    other = AlgorithmConfig(kl_coefficient=0.1)
+    assert other.needs_reference
+    assert other.has_reference_in_loss
+    in_reward = AlgorithmConfig(kl_coefficient=0.1, kl_placement="reward")
+    assert in_reward.needs_reference
+    assert not in_reward.has_reference_in_loss
