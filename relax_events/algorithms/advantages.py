@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float64
 
+from relax_events.config.algorithm import Baseline, Deviation
 from relax_events.errors import RewardError
 
 
@@ -28,46 +29,89 @@ class GroupRewards:
 def normalise_prompt_groups(
     values: Float64[np.ndarray, "prompt_groups samples"],
     *,
-    normalise_std: bool = True,
+    baseline: Baseline = "group",
+    normalise_std: Deviation = True,
     std_correction: int | None = None,
     eps: float = 1e-6,
 ) -> Float64[np.ndarray, "prompt_groups samples"]:
-    """Centre values within each prompt group, and scale them by the group's standard deviation.
+    """Subtract a baseline from values within each prompt group, and divide them by a deviation.
 
-    A prompt group whose values are all equal gets exact zeros, not NaN nor rounding noise.
+    A prompt group whose values are all equal gets exact zeros, not NaN nor rounding noise, unless
+    there is no baseline.
 
     Args:
         values: One row for each prompt group; rewards, unitless.
-        normalise_std: Divide by the standard deviation; without it, the result keeps the unit of
-            the values (Dr. GRPO).
+        baseline: The group's mean, the mean of the other samples (at least 2 samples), or none.
+        normalise_std: Divide by the standard deviation of the whole group, or of the other samples;
+            not where these are equal or one alone. Without it, the result keeps the unit of the
+            values (Dr. GRPO).
         std_correction: Subtracted from the number of samples in the standard deviation, 0 or 1;
             None for 1.
         eps: Added to the standard deviation, same unit as the values.
     Returns:
-        Advantages, zero mean per row.
+        Advantages, zero mean per row with the group's mean and deviation.
     Source: DeepSeekMath, section 4.1.2 (arXiv 2402.03300); deviation with n - 1. Dr. GRPO: arXiv
-    2503.20783.
+    2503.20783. Mean of the others: RLOO (arXiv 2402.14740); their deviation: NeMo-RL's
+    `leave_one_out_baseline`.
     """
-    centred: Float64[np.ndarray, "prompt_groups samples"] = values - values.mean(
-        axis=1, keepdims=True
+    num_samples, ddof = values.shape[1], 1 if std_correction is None else std_correction
+    centred: Float64[np.ndarray, "prompt_groups samples"] = values - (
+        0.0 if baseline == "none" else values.mean(axis=1, keepdims=True)
     )
-    centred[(values == values[:, :1]).all(axis=1)] = 0.0
-    if normalise_std and values.shape[1] > 1:
-        centred /= (
-            values.std(axis=1, ddof=1 if std_correction is None else std_correction, keepdims=True)
-            + eps
+    if baseline != "none":
+        centred[(values == values[:, :1]).all(axis=1)] = 0.0
+    if normalise_std == "leave_one_out":
+        centred /= np.stack(
+            [
+                _deviation(np.delete(values, index, axis=1), ddof=ddof, eps=eps)
+                for index in range(num_samples)
+            ],
+            axis=1,
         )
+    elif normalise_std and num_samples > 1:
+        centred /= values.std(axis=1, ddof=ddof, keepdims=True) + eps
+    if baseline == "leave_one_out":
+        centred *= num_samples / (num_samples - 1)
     return centred
 
 
+def _deviation(
+    values: Float64[np.ndarray, "prompt_groups samples"], *, ddof: int, eps: float
+) -> Float64[np.ndarray, " prompt_groups"]:
+    """Return the deviation of each row plus eps, 1 where its values are equal or one alone."""
+    if values.shape[1] < 2:
+        return np.ones(len(values))
+    differ = (values != values[:, :1]).any(axis=1)
+    return np.where(differ, values.std(axis=1, ddof=ddof) + eps, 1.0)
+
+
 def grpo_advantages(
-    rewards: GroupRewards, *, normalise_std: bool, std_correction: int | None = None
+    rewards: GroupRewards,
+    *,
+    baseline: Baseline = "group",
+    normalise_std: Deviation,
+    std_correction: int | None = None,
 ) -> Float64[np.ndarray, " samples"]:
-    """Centre a prompt group's rewards, and optionally divide them by their standard deviation
-    (GRPO, DAPO, Dr. GRPO); see `normalise_prompt_groups`.
+    """Subtract the baseline from a prompt group's rewards, and optionally divide them by a standard
+    deviation (GRPO, DAPO, Dr. GRPO, RLOO); see `normalise_prompt_groups`.
+
+    Raises:
+        RewardError: The baseline is the other samples, and there is one sample only; where the
+            others were excluded, it gets 0.
     """
+    num_samples = len(rewards.total)
+    if num_samples < 2 and baseline == "leave_one_out":
+        if rewards.num_excluded:
+            return np.zeros_like(rewards.total)
+        raise RewardError(
+            f"a leave-one-out baseline needs at least 2 samples of a prompt, got {num_samples}; "
+            "set run.samples_per_prompt"
+        )
     advantages: Float64[np.ndarray, " samples"] = normalise_prompt_groups(
-        rewards.total[None], normalise_std=normalise_std, std_correction=std_correction
+        rewards.total[None],
+        baseline=baseline,
+        normalise_std=normalise_std,
+        std_correction=std_correction,
     )[0]
     return advantages
 
@@ -88,34 +132,6 @@ def zeros(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
 def ones(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
     """Return 1 for each sample: it is a target to imitate (SFT, DPO)."""
     return np.ones_like(rewards.total)
-
-
-def rloo_advantages(
-    rewards: GroupRewards, *, normalise_std: bool = False, std_correction: int | None = None
-) -> Float64[np.ndarray, " samples"]:
-    """Subtract the mean reward of the other samples from each reward (RLOO); exact zeros where all
-    are equal, or the others were excluded.
-
-    Args:
-        rewards: Of at least two samples.
-        normalise_std: Divide by the standard deviation of the whole prompt group, to which 1e-6 is
-            added.
-        std_correction: As in `normalise_prompt_groups`.
-    Raises:
-        RewardError: The prompt group has one sample only.
-    Source: RLOO: Back to basics (arXiv 2402.14740), the RLOO estimator, which has no deviation.
-    """
-    num_samples = len(rewards.total)
-    if num_samples < 2 and rewards.num_excluded:
-        return np.zeros_like(rewards.total)
-    if num_samples < 2:
-        raise RewardError(
-            "a leave-one-out baseline needs at least 2 samples of a prompt, got 1; set "
-            "run.samples_per_prompt"
-        )
-    return grpo_advantages(rewards, normalise_std=normalise_std, std_correction=std_correction) * (
-        num_samples / (num_samples - 1)
-    )
 
 
 def opo_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
@@ -166,7 +182,7 @@ def maxrl_advantages(rewards: GroupRewards) -> Float64[np.ndarray, " samples"]:
 def gdpo_advantages(
     rewards: GroupRewards,
     *,
-    normalise_std: bool,
+    normalise_std: Deviation,
     reward_weights: Mapping[str, float],
     std_correction: int | None = None,
 ) -> Float64[np.ndarray, " samples"]:
@@ -175,7 +191,7 @@ def gdpo_advantages(
 
     Args:
         rewards: With components.
-        normalise_std: Divide each component by its standard deviation.
+        normalise_std: As in `normalise_prompt_groups`, of each component.
         reward_weights: By component; empty for all components with weight 1.
         std_correction: As in `normalise_prompt_groups`.
     Raises:

@@ -12,9 +12,18 @@ ADVANTAGES = "relax_events.algorithms.advantages"
 LOSSES = "relax_events.algorithms.losses"
 PREFERENCES = "relax_events.algorithms.preferences"
 CLIP = ("clip_low", "clip_high", "dual_clip")
+USUAL_CLIP: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
+NORMALISED: dict[str, Any] = {"baseline": "group", "normalise_std": True}
+SEQUENCE_RATIO: dict[str, Any] = {
+    **NORMALISED,
+    "clip_low": 3e-4,
+    "clip_high": 4e-4,
+    "dual_clip": 0.0,
+    "aggregation": "sample_mean",
+}
 WITHIN_GROUP: dict[str, Any] = {
     "advantage": f"{ADVANTAGES}:grpo_advantages",
-    "advantage_settings": ("normalise_std", "std_correction"),
+    "advantage_settings": ("baseline", "normalise_std", "std_correction"),
 }
 GROUP_ADVANTAGE = "A = (R - mean(R)) / (std(R) + 1e-6) within the prompt group, std with n - 1"
 CLIPPED = "loss_t = max(-r_t A, -clip(r_t, 1 - clip_low, 1 + clip_high) A),  r_t = exp(lp_t - lo_t)"
@@ -30,7 +39,7 @@ GRPO = AlgorithmSpec(
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
-    settings={"normalise_std": True, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
+    settings={**NORMALISED, **USUAL_CLIP},
     notes='The paper takes the mean over a sample first (`aggregation = "sample_mean"`) and '
     "`kl_coefficient = 0.04`; token mean without KL "
     "is what has come to be used.",
@@ -53,10 +62,9 @@ DAPO = AlgorithmSpec(
     policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
-        "normalise_std": True,
-        "clip_low": 0.2,
+        **NORMALISED,
+        **USUAL_CLIP,
         "clip_high": 0.28,
-        "dual_clip": 0.0,
         "filter_uniform_rewards": True,
         "overlong_ratio": 0.2,
     },
@@ -78,10 +86,9 @@ DR_GRPO = AlgorithmSpec(
     policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
+        "baseline": "group",
         "normalise_std": False,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": 0.0,
+        **USUAL_CLIP,
         "aggregation": "constant_length",
     },
 )
@@ -96,13 +103,7 @@ GSPO = AlgorithmSpec(
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:gspo_loss",
     loss_settings=CLIP,
-    settings={
-        "normalise_std": True,
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "dual_clip": 0.0,
-        "aggregation": "sample_mean",
-    },
+    settings=SEQUENCE_RATIO,
     excluded={
         "distill_placement": (
             "as an advantage it is each token's own, and all tokens of a sample share one; "
@@ -125,13 +126,7 @@ GSPO_TOKEN = AlgorithmSpec(
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:gspo_token_loss",
     loss_settings=CLIP,
-    settings={
-        "normalise_std": True,
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "dual_clip": 0.0,
-        "aggregation": "sample_mean",
-    },
+    settings=SEQUENCE_RATIO,
 )
 
 SAPO = AlgorithmSpec(
@@ -152,7 +147,7 @@ SAPO = AlgorithmSpec(
     policy_loss=f"{LOSSES}:sapo_loss",
     loss_settings=("gate_positive", "gate_negative"),
     settings={
-        "normalise_std": True,
+        **NORMALISED,
         "gate_positive": 1.0,
         "gate_negative": 1.05,
         "aggregation": "sample_mean",
@@ -174,7 +169,7 @@ CISPO = AlgorithmSpec(
     **WITHIN_GROUP,
     policy_loss=f"{LOSSES}:cispo_loss",
     loss_settings=("clip_low", "clip_high"),
-    settings={"normalise_std": True, "clip_low": 1.0, "clip_high": 4.0},
+    settings={**NORMALISED, "clip_low": 1.0, "clip_high": 4.0},
     notes=(
         "With clip_low = 1 the weight has no lower bound, as in the paper, which names no number "
         "for the upper one."
@@ -199,7 +194,7 @@ GMPO = AlgorithmSpec(
     policy_loss=f"{LOSSES}:gmpo_loss",
     loss_settings=("clip_low", "clip_high"),
     settings={
-        "normalise_std": True,
+        **NORMALISED,
         "clip_low": 0.4,
         "clip_high": 0.4,
         "aggregation": "sample_mean",
@@ -243,7 +238,7 @@ DPPO_TV = AlgorithmSpec(
     source=DPPO_SOURCE.format("TV", "dppo_tv"),
     **DPPO,
     policy_loss=f"{LOSSES}:dppo_tv_loss",
-    settings={"normalise_std": True, "trust_radius": 0.15, "ratio_cap": 20.0},
+    settings={**NORMALISED, "trust_radius": 0.15, "ratio_cap": 20.0},
 )
 
 DPPO_KL = AlgorithmSpec(
@@ -256,7 +251,7 @@ DPPO_KL = AlgorithmSpec(
     source=DPPO_SOURCE.format("KL", "dppo_kl"),
     **DPPO,
     policy_loss=f"{LOSSES}:dppo_kl_loss",
-    settings={"normalise_std": True, "trust_radius": 0.05, "ratio_cap": 20.0},
+    settings={**NORMALISED, "trust_radius": 0.05, "ratio_cap": 20.0},
 )
 
 RLOO = AlgorithmSpec(
@@ -269,12 +264,12 @@ RLOO = AlgorithmSpec(
         "Back to basics (arXiv 2402.14740), the RLOO estimator, divided by a constant; the KL is "
         "in its reward, too."
     ),
-    advantage=f"{ADVANTAGES}:rloo_advantages",
+    **WITHIN_GROUP,
     one_update="its loss has no ratio, so that what later optimizer steps do would count as "
     "on-policy",
-    advantage_settings=("normalise_std", "std_correction"),
     policy_loss=f"{LOSSES}:reinforce_loss",
     settings={
+        "baseline": "leave_one_out",
         "normalise_std": False,
         "aggregation": "constant_length",
         "kl_placement": "reward",
@@ -283,7 +278,8 @@ RLOO = AlgorithmSpec(
     notes="The paper has no deviation. With `normalise_std` it is the whole prompt group's around "
     "its mean; AReaL's is around the means of the "
     "others, n / (n - 1) times as large; NeMo-RL leaves the sample out of its deviation, "
-    "too, which is 0 for the one success of a group. "
+    "too, which is 0 for the one success of a group: "
+    '`normalise_std = "leave_one_out"`. '
     "TRL's RLOOTrainer normalises over the batch instead: "
     '`whiten_advantages = "samples"`. There is no ratio in the loss: with samples of older '
     'policies set `old_logprobs = "trainer"` and a correction.',
@@ -325,7 +321,7 @@ MAXRL = AlgorithmSpec(
     advantage=f"{ADVANTAGES}:maxrl_advantages",
     policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
-    settings={"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
+    settings=USUAL_CLIP,
     excluded={
         "overlong_ratio": "a penalty makes rewards negative, and the mean no pass rate",
         "kl_placement": "KL in the reward makes it negative, and the mean no pass rate",
@@ -353,9 +349,7 @@ REINFORCE_PLUS_PLUS = AlgorithmSpec(
     loss_settings=CLIP,
     settings={
         "gamma": 1.0,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": 0.0,
+        **USUAL_CLIP,
         "whiten_advantages": "tokens",
         "kl_placement": "reward",
         "kl_estimator": "k1",
@@ -380,9 +374,7 @@ REINFORCE_PLUS_PLUS_BASELINE = AlgorithmSpec(
     policy_loss=f"{LOSSES}:ppo_clip_loss",
     loss_settings=CLIP,
     settings={
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": 0.0,
+        **USUAL_CLIP,
         "whiten_advantages": "tokens",
         "kl_estimator": "k2",
     },
@@ -420,9 +412,7 @@ PPO = AlgorithmSpec(
         "turn_gamma": 0.0,
         "length_adaptive_alpha": 0.0,
         "bootstrap_truncated": False,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": 0.0,
+        **USUAL_CLIP,
         "whiten_advantages": "tokens",
         "kl_placement": "reward",
         "kl_estimator": "k1",
@@ -461,9 +451,7 @@ GDPO = AlgorithmSpec(
     settings={
         "normalise_std": True,
         "reward_weights": {},
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": 0.0,
+        **USUAL_CLIP,
         "whiten_advantages": "samples",
     },
     excluded={

@@ -22,7 +22,7 @@ from relax_events.config.resume_rules import IN_FLIGHT, never
 from relax_events.errors import ConfigError
 
 NOT_SHARED = (
-    "normalise_std", "reward_weights",
+    "baseline", "normalise_std", "reward_weights",
     "clip_low", "clip_high", "dual_clip", "gate_positive", "gate_negative",
     "gamma", "gae_lambda", "turn_gamma", "length_adaptive_alpha", "bootstrap_truncated",
     "dpo_beta", "label_smoothing", "length_normalised", "nll_coefficient",
@@ -35,6 +35,8 @@ CORRECTION_RANGES = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "mask": (0.5, 2.0)
 KlEstimator = Literal[
     "k1", "k2", "k3", "abs", "low_variance", "k1+", "k3+", "abs+", "low_variance+"
 ]
+Baseline = Literal["group", "leave_one_out", "none"]
+Deviation = bool | Literal["leave_one_out"]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 
@@ -48,8 +50,12 @@ class AlgorithmConfig(Section):
     name: Annotated[Code, never("samples under way were made ready for another algorithm")] = "grpo"
     """Installed algorithm, or `path/to/file.py:NAME`; `relax algorithms` prints the installed
     ones."""
-    normalise_std: bool | None = True
-    """Divide centred rewards by the prompt group's standard deviation."""
+    baseline: Baseline | None = "group"
+    """What is subtracted from a reward: the mean of the prompt group, the mean of its other samples
+    (`leave_one_out`), or nothing. `whiten_advantages` subtracts the mean of the step."""
+    normalise_std: Deviation | None = True
+    """Divide rewards less their baseline by the prompt group's standard deviation, or by that of
+    its other samples (`leave_one_out`; not where these are equal)."""
     std_correction: Literal[0, 1] | None = None
     """Bessel correction of standard deviations: 1 divides by n - 1, 0 by n. Default: 1 within a
     prompt group and over a step's rewards, 0 over a step's tokens or samples."""
@@ -67,9 +73,10 @@ class AlgorithmConfig(Section):
     such samples is then filtered."""
     filter_uniform_rewards: bool = False
     """Drop prompt groups whose rewards are all equal and issue replacements (dynamic sampling)."""
-    whiten_advantages: Literal["none", "tokens", "samples", "rewards"] = "none"
+    whiten_advantages: Literal["none", "mean", "tokens", "samples", "rewards"] = "none"
     """Scale a step's advantages to mean 0 and deviation 1, over its loss `tokens` or its `samples`;
-    or divide them by the deviation of the step's `rewards`, without centring. The trainer then
+    subtract their `mean` over the samples alone; or divide them by the deviation of the step's
+    `rewards`, without centring. The trainer then
     waits for the whole step before its first backward pass."""
     clip_low: Annotated[float, Field(ge=0, le=1)] | None = 0.2
     """The probability ratio is clipped below at 1 - clip_low; with gmpo its logarithm at
@@ -345,6 +352,11 @@ class AlgorithmConfig(Section):
                 "whiten_advantages = 'rewards' divides by the step's deviation instead of the "
                 "prompt group's; also set normalise_std = false"
             )
+        if self.baseline == "none" and self.normalise_std:
+            raise ValueError(
+                "normalise_std divides by 1e-6 where the rewards of a prompt group are equal, and "
+                "baseline = 'none' leaves these as they are; set normalise_std = false"
+            )
         if self.std_correction is not None and self._divides_by_no_deviation:
             raise ValueError(
                 f"std_correction = {self.std_correction} is not used where nothing is divided by a "
@@ -451,7 +463,7 @@ class AlgorithmConfig(Section):
         takes_it = self.is_unread or (
             "std_correction" in self.spec.advantage_settings and self.normalise_std is not False
         )
-        return self.whiten_advantages == "none" and not takes_it
+        return self.whiten_advantages in ("none", "mean") and not takes_it
 
     @property
     def needs_reference(self) -> bool:

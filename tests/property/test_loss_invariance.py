@@ -82,6 +82,7 @@ CORRECTIONS = {
     "opsm": {"opsm_threshold": 0.01},
     "m2": {"m2_threshold": 0.5},
     "whitened by token": {"whiten_advantages": "tokens"},
+    "centred over the step": {"whiten_advantages": "mean"},
     "whitened by sample": {"whiten_advantages": "samples"},
     "kl and entropy": {
         "kl_coefficient": 0.1,

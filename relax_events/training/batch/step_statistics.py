@@ -71,7 +71,7 @@ def second_moment_cutoff(squares: Float64[np.ndarray, " tokens"], *, threshold: 
 def compute_whitening(
     micro_batches: Iterable[tuple[NDArray[np.float32], NDArray[np.int64]]],
     *,
-    over: Literal["none", "tokens", "samples"],
+    over: Literal["none", "mean", "tokens", "samples"],
     correction: int = 0,
     ranks: GatheringRanks,
 ) -> Whitening:
@@ -80,7 +80,8 @@ def compute_whitening(
     Args:
         micro_batches: Of this rank: the advantages of the loss tokens in packed order, and the
             number of loss tokens of each sample.
-        over: Loss tokens, or samples that have any, each with the mean of its tokens.
+        over: Loss tokens, or samples that have any, each with the mean of its tokens; `mean` is
+            that of the samples, without a deviation.
         correction: Subtracted from their number in the deviation, 0 or 1.
         ranks: All of them.
     """
@@ -93,6 +94,8 @@ def compute_whitening(
     if not count:
         return Whitening()
     mean = total / count
+    if over == "mean":
+        return Whitening(mean=mean, eps=0.0)
     squares = ranks.all_gather(np.square(values - mean).sum(keepdims=True)).sum()
     return Whitening(mean=mean, std=float(np.sqrt(squares / max(count - correction, 1))))
 

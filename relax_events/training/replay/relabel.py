@@ -60,6 +60,7 @@ def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
         else ()
     )
     deviation = (
+        algorithm.baseline,
         algorithm.normalise_std,
         algorithm.std_correction if algorithm.normalise_std is not False else None,
     )

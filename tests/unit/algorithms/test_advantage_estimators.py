@@ -4,6 +4,7 @@ formulas written out in float64."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from relax_events.algorithms.advantages import (
     grpo_advantages,
     maxrl_advantages,
     opo_advantages,
-    rloo_advantages,
 )
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
@@ -27,6 +27,8 @@ from relax_events.training.batch.step_statistics import (
     compute_whitening,
 )
 from relax_events.training.ranks import SingleRank
+
+leave_one_out = partial(grpo_advantages, baseline="leave_one_out")
 
 
 def group(rewards: list[float], lengths: list[float] | None = None) -> GroupRewards:
@@ -58,20 +60,22 @@ def estimate(
 
 def test_leave_one_out_is_divided_by_the_groups_standard_deviation() -> None:
     # Others' means 2.5, 2, 1.5: -1.5, 0, 1.5; deviation of 1, 2, 3 with n - 1: 1.
-    assert rloo_advantages(group([1, 2, 3])).tolist() == pytest.approx([-1.5, 0, 1.5])
-    assert rloo_advantages(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx(
+    assert leave_one_out(group([1, 2, 3]), normalise_std=False).tolist() == pytest.approx(
+        [-1.5, 0, 1.5]
+    )
+    assert leave_one_out(group([1, 2, 3]), normalise_std=True).tolist() == pytest.approx(
         [-1.5, 0, 1.5], rel=1e-5
     )
     # One success in four: 1 - 0, 0 - 1/3; deviation 1/2.
-    assert rloo_advantages(group([1, 0, 0, 0]), normalise_std=True).tolist() == pytest.approx(
+    assert leave_one_out(group([1, 0, 0, 0]), normalise_std=True).tolist() == pytest.approx(
         [2, -2 / 3, -2 / 3, -2 / 3], rel=1e-5
     )
-    assert rloo_advantages(group([0.1] * 7), normalise_std=True).tolist() == [0.0] * 7
+    assert leave_one_out(group([0.1] * 7), normalise_std=True).tolist() == [0.0] * 7
     assert estimate([1, 0, 0, 0], [[0, 1]] * 4, name="rloo", normalise_std=True)[
         0
     ] == pytest.approx([0, 2], rel=1e-5)
     with pytest.raises(RewardError, match="needs at least 2 samples of a prompt, got 1"):
-        rloo_advantages(group([1]), normalise_std=True)
+        leave_one_out(group([1]), normalise_std=True)
 
 
 def test_deviation_is_divided_by_n_where_the_correction_is_0() -> None:
@@ -126,12 +130,106 @@ def test_leave_one_out_subtracts_the_mean_of_the_other_rewards() -> None:
     rewards = np.random.default_rng(3).normal(size=9)
     apart = [rewards[i] - math.fsum(np.delete(rewards, i)) / 8 for i in range(9)]
     deviation = math.sqrt(math.fsum((rewards - math.fsum(rewards) / 9) ** 2) / 8)
-    np.testing.assert_allclose(rloo_advantages(GroupRewards(rewards)), apart, rtol=1e-12)
     np.testing.assert_allclose(
-        rloo_advantages(GroupRewards(rewards), normalise_std=True),
+        leave_one_out(GroupRewards(rewards), normalise_std=False), apart, rtol=1e-12
+    )
+    np.testing.assert_allclose(
+        leave_one_out(GroupRewards(rewards), normalise_std=True),
         np.array(apart) / (deviation + 1e-6),
         rtol=1e-12,
     )
+
+
+def test_deviation_of_the_other_samples_worked_out_by_hand() -> None:
+    # Of 1, 2, 6: others' means 4, 3.5, 1.5 and deviations sqrt(8), sqrt(12.5), sqrt(0.5), n - 1.
+    both = leave_one_out(group([1, 2, 6]), normalise_std="leave_one_out")
+    assert both.tolist() == pytest.approx(
+        [-3 / math.sqrt(8), -1.5 / math.sqrt(12.5), 4.5 / math.sqrt(0.5)], rel=1e-5
+    )
+    by_n = grpo_advantages(group([1, 2, 6]), normalise_std="leave_one_out", std_correction=0)
+    assert by_n.tolist() == pytest.approx([-2 / 2, -1 / 2.5, 3 / 0.5], rel=1e-5)
+    # One success in four: the others of the success are equal, and it is not divided.
+    lone = leave_one_out(group([1, 0, 0, 0]), normalise_std="leave_one_out").tolist()
+    deviation = math.sqrt(1 / 3)
+    assert lone == pytest.approx([1.0, *[-1 / 3 / deviation] * 3], rel=1e-5)
+    # 0.35 seven times and 0 once: the deviation of equal others is 0 and no rounding noise.
+    near = leave_one_out(group([0.35] * 7 + [0]), normalise_std="leave_one_out")
+    assert near[7] == pytest.approx(-0.35, rel=1e-12)
+    assert np.abs(near).max() < 1
+    for correction in (0, 1):
+        for rewards in ([0.1] * 7, [0.1, 0.1]):
+            equal = leave_one_out(
+                group(rewards), normalise_std="leave_one_out", std_correction=correction
+            )
+            assert equal.tolist() == [0.0] * len(rewards)
+        pair = leave_one_out(
+            group([1, 0]), normalise_std="leave_one_out", std_correction=correction
+        )
+        assert pair.tolist() == [1.0, -1.0]
+    assert grpo_advantages(group([3.0]), normalise_std="leave_one_out").tolist() == [0.0]
+
+
+def test_baseline_is_chosen_apart_from_the_loss() -> None:
+    rewards, masks = [1.0, 2.0, 6.0], [[0, 1], [1, 1], [1]]
+    others = [[0.0, -3.0], [-1.5, -1.5], [4.5]]
+    for name in ("grpo", "gspo", "cispo"):
+        settings = {"name": name, "normalise_std": False}
+        assert estimate(rewards, masks, baseline="leave_one_out", **settings) == others
+        assert estimate(rewards, masks, baseline="none", **settings) == [
+            [0.0, 1.0],
+            [2.0, 2.0],
+            [6.0],
+        ]
+    assert estimate(rewards, masks, name="rloo") == others
+    assert estimate(rewards, masks, name="rloo", baseline="group") == estimate(
+        rewards, masks, name="grpo", normalise_std=False
+    )
+    assert estimate([2.0], [[1, 1]], baseline="none", normalise_std=False) == [[2.0, 2.0]]
+    with pytest.raises(RewardError, match="needs at least 2 samples of a prompt, got 1"):
+        estimate([2.0], [[1]], baseline="leave_one_out")
+
+
+@pytest.mark.parametrize("over", ["mean", "samples", "tokens"])
+@pytest.mark.parametrize("correction", [0, 1])
+def test_statistics_of_a_step_do_not_depend_on_how_it_is_split(over: Any, correction: int) -> None:
+    generator = np.random.default_rng(7)
+    lengths = generator.integers(0, 5, 40)
+    lengths[0], lengths[-1] = 0, 0
+    advantages = generator.normal(2, 3, 40).repeat(lengths).astype(np.float32)
+    units = (
+        advantages.astype(float)
+        if over == "tokens"
+        else advantages[(np.cumsum(lengths) - 1)[lengths > 0]].astype(float)
+    )
+    mean = math.fsum(units) / len(units)
+    deviation = math.sqrt(math.fsum((units - mean) ** 2) / (len(units) - correction))
+    expected = (units - mean) / (1 if over == "mean" else deviation)
+    for num_parts in (1, 3, 40):
+        parts = [
+            (np.array_split(advantages, np.cumsum(lengths)[:-1]), lengths, indices)
+            for indices in np.array_split(np.arange(40), num_parts)
+        ]
+        whitening = compute_whitening(
+            [
+                (np.concatenate([rows[index] for index in indices]), all_lengths[indices])
+                for rows, all_lengths, indices in parts
+            ],
+            over=over,
+            correction=correction,
+            ranks=SingleRank(),
+        )
+        white = whitening.apply(units)
+        np.testing.assert_allclose(white, expected, rtol=1e-7, atol=1e-9)
+        assert white.mean() == pytest.approx(0, abs=1e-9)
+    for equal in ([0.5] * 3, [0.5], []):
+        values = np.array(equal, np.float32)
+        white = compute_whitening(
+            [(values, np.ones(len(values), np.int64))],
+            over=over,
+            correction=correction,
+            ranks=SingleRank(),
+        ).apply(values.astype(float))
+        assert white.tolist() == [0.0] * len(values)
 
 
 def test_length_weighted_baseline_worked_out_by_hand() -> None:
@@ -325,6 +423,6 @@ def test_equal_rewards_give_advantages_of_exactly_zero(
 def test_rewards_that_differ_by_rounding_give_no_noise(normalises: bool) -> None:
     rewards = group([0.1 + 0.2, 0.3, 0.3, 0.3])
     assert rewards.total[0] != rewards.total[1]
-    for function in (rloo_advantages, grpo_advantages):
+    for function in (leave_one_out, grpo_advantages):
         advantages = function(rewards, normalise_std=normalises)
         assert np.abs(advantages).max() < 1e-6

@@ -17,7 +17,6 @@ from relax_events.algorithms.advantages import (
     GroupRewards,
     centred_advantages,
     gdpo_advantages,
-    rloo_advantages,
 )
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
@@ -61,15 +60,6 @@ def estimate(
         values.tolist()
         for values in AdvantageEstimator(algorithm, max_new_tokens=max_new_tokens)(given)
     ]
-
-
-def test_rloo_advantage_subtracts_the_mean_of_the_other_samples() -> None:
-    assert rloo_advantages(GroupRewards(np.array([1.0, 2.0, 6.0]))).tolist() == pytest.approx(
-        [-3.0, -1.5, 4.5]
-    )
-    assert rloo_advantages(GroupRewards(np.full(3, 0.1))).tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(RewardError, match="at least 2 samples of a prompt, got 1"):
-        rloo_advantages(GroupRewards(np.array([1.0])))
 
 
 def test_centred_advantages_subtract_the_group_mean() -> None:

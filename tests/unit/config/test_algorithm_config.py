@@ -177,7 +177,7 @@ def test_every_installed_algorithm_has_a_complete_spec() -> None:
         (
             {"name": "sapo", "clip_low": 0.2},
             (
-                "clip_low = 0.2 is not used by sapo, which has normalise_std, gate_positive, "
+                "clip_low = 0.2 is not used by sapo, which has baseline, normalise_std, gate_positive, "
                 "gate_negative; leave"
             ),
         ),
@@ -289,6 +289,15 @@ def test_every_installed_algorithm_has_a_complete_spec() -> None:
             ),
         ),
         ({"name": "opo", "std_correction": 1}, "std_correction = 1 is not used"),
+        ({"name": "opo", "baseline": "group"}, "baseline = 'group' is not used by opo"),
+        (
+            {"name": "dr_grpo", "whiten_advantages": "mean", "std_correction": 0},
+            "std_correction = 0 is not used where nothing is divided by a deviation",
+        ),
+        (
+            {"baseline": "none"},
+            "normalise_std divides by 1e-6 where the rewards of a prompt group are equal, and",
+        ),
         ({"std_correction": 2}, "Input should be 0 or 1"),
         (
             {"critic_gae_lambda": 1.0},
@@ -329,7 +338,7 @@ def test_every_installed_algorithm_has_a_complete_spec() -> None:
         (
             {"name": "dppo_tv", "clip_high": 0.2},
             (
-                "clip_high = 0.2 is not used by dppo_tv, which has normalise_std, trust_radius, "
+                "clip_high = 0.2 is not used by dppo_tv, which has baseline, normalise_std, trust_radius, "
                 "ratio_cap"
             ),
         ),
@@ -563,6 +572,9 @@ def test_recorded_advantages_are_reused_unless_their_settings_differ() -> None:
     assert not needs_new_advantages(
         settings_of(name="ppo"), settings_of(name="ppo", critic_gae_lambda=1.0)
     )
+    assert needs_new_advantages(settings_of(), settings_of(baseline="leave_one_out"))
+    assert needs_new_advantages(settings_of(), settings_of(normalise_std="leave_one_out"))
+    assert not needs_new_advantages(settings_of(), settings_of(whiten_advantages="mean"))
     assert needs_new_advantages(settings_of(), settings_of(truncated_samples="drop"))
     assert not needs_new_advantages(settings_of(), settings_of(truncated_samples="mask"))
     assert needs_new_advantages(
