@@ -164,3 +164,64 @@ def test_media_part_needs_a_model_that_reads_media(
     config = make_run_config(data={"source": source}, model={"path": str(model)})
     with pytest.raises(ConfigError, match=r"media of kind image and model.path .* reads text only"):
         check_data(CheckedRun(config))
+
+
+MARKED = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WEATHER = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]
+
+
+def write_docs_datasets(folder: Path) -> list[dict[str, str]]:
+    """Write the six datasets of docs/how-to/datasets.md; return the settings of each."""
+    (folder / "a.png").write_bytes(image_file(48, 32))
+    pandas = pa.table({"prompt": ["9 + 9?", "?"], "answer": [18.0, None]})
+    tools = [
+        {"prompt": prompt, "answer": "3", "tools": [build_tool(name, parameter)]}
+        for prompt, name, parameter in (("1 + 2?", "add", "a"), ("?", "find", "text"))
+    ]
+    talk = [
+        {"role": "user", "content": "is it warm?"},
+        {"role": "assistant", "content": None, "tool_calls": WEATHER},
+        {"role": "tool", "content": "22 degrees"},
+        {"role": "assistant", "content": "<think>\n"},
+    ]
+    question = {"type": "text", "text": "what is an <image> tag?"}
+    content = [{"type": "image", "image": "a.png"}, question]
+    rows = {
+        "large": {"prompt": "2^100?", "answer": 2**100, "level": 1},
+        "talk": {"prompt": talk, "answer": "yes"},
+        "image": {"prompt": [{"role": "user", "content": content}], "answer": "text"},
+    }
+    lines = {name: write_lines(folder / f"{name}.jsonl", row) for name, row in rows.items()}
+    marked = {"prompt": "say", "answer": None, "score": 1}
+    padded = write_table(folder / "tools.parquet", pa.Table.from_pylist(tools))
+    return [
+        {"source": lines["large"]},
+        {"source": write_lines(folder / "mark.jsonl", marked, encoding="utf-8-sig")},
+        {"source": write_table(folder / "pandas.parquet", pandas)},
+        {"source": padded, "tools_key": "tools"},
+        {"source": lines["talk"]},
+        {"source": lines["image"], "media_root": str(folder)},
+    ]
+
+
+def test_docs_show_what_the_doctor_shows(
+    make_run_config: MakeRunConfig, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "marked.jinja").write_text(MARKED)
+    marked = {"chat_template_file": str(tmp_path / "marked.jinja")}
+    shown = []
+    for data in write_docs_datasets(tmp_path):
+        is_image = "media_root" in data
+        path = build_image_model() if is_image else model
+        config = make_run_config(
+            data=data if is_image else data | marked, model={"path": str(path)}
+        )
+        shown.append(f"ok   first row: {check_first_rows(CheckedRun(config))}")
+    for page in ("datasets.md", "datasets.zh.md"):
+        text = Path("docs/how-to", page).read_text()
+        assert [line for line in text.splitlines() if line.startswith("ok ")] == shown
