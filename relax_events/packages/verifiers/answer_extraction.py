@@ -13,6 +13,7 @@ THOUGHT_END = "</think>"
 ANSWER_TAG, ANSWER_TAG_END = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+DOUBLE = re.compile(r"\[([^\[\]]*)\]")
 BARE = re.compile(r"[^\s$.,;]+")
 JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
 MAX_TOUCHING, MAX_JOINED, MAX_BOXES = 10, 70, 50
@@ -43,6 +44,21 @@ def tagged_answer(text: str) -> str | None:
     before, end_tag, _ = text.rpartition(ANSWER_TAG_END)
     _, tag, content = before.rpartition(ANSWER_TAG)
     return content.strip() if tag and end_tag else None
+
+
+def bracketed_answer(text: str) -> str | None:
+    """Return the content of the last `[...]` or `[[...]]`, or None if there is none, or it is
+    denied, an alternative, a placeholder or the text of a link.
+    """
+    end, depth = text.rfind("]"), 0
+    for start in range(end, max(end - MAX_ANSWER_CHARACTERS, -1), -1):
+        depth += (text[start] == "]") - (text[start] == "[")
+        if depth == 0:
+            content = text[start + 1 : end].strip()
+            content = DOUBLE.sub(r"\1", content)
+            is_link = text.startswith("(", end + 1)
+            return None if is_link or not _is_answer(text, start, end + 1, content) else content
+    return None
 
 
 def last_box(text: str) -> str | None:

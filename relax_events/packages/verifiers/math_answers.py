@@ -8,6 +8,7 @@ from typing import Any, Literal
 from relax_events.api.rewards import reward
 from relax_events.packages.verifiers.answer_extraction import (
     THOUGHT_END,
+    bracketed_answer,
     final_text,
     last_box,
     last_boxes,
@@ -41,6 +42,12 @@ THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*
 Boxes = Literal["joined", "last"]
 """Which boxes are the answer: the last one with those joined to it, or the last one alone."""
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+FORMS = {
+    "think_answer": THINK_THEN_ANSWER,
+    "think": re.compile(r"\s*<think>.*?</think>\s*\S.*", re.DOTALL),
+    "answer": re.compile(r".*?<answer>.*?</answer>.*", re.DOTALL),
+}
+Form = Literal["think_answer", "think", "answer"]
 
 
 def find_math(
@@ -224,7 +231,11 @@ def geo3k(
 
 
 @reward(
-    source="open-r1-multimodal's rewards, github.com/EvolvingLMMs-Lab/open-r1-multimodal",
+    source=(
+        "open-r1-multimodal's rewards, github.com/EvolvingLMMs-Lab/open-r1-multimodal; forms of "
+        "DeepSeek-R1 (arXiv 2501.12948, section 2.2.2) and TRL's think_format_reward, tags as "
+        "open-r1 counts them"
+    ),
     packages=PACKAGES,
     prepare=warm_up,
 )
@@ -235,28 +246,39 @@ def openr1_multimodal(
     metadata: dict[str, Any],
     prompt: str,
     boxes: Boxes = "joined",
+    form: Form = "think_answer",
+    opened: bool = False,
+    within: Literal["tag", "brackets"] = "tag",
 ) -> dict[str, float]:
     """Give 1 for the right content of `<answer>` and 1 for the form
     `<think>...</think><answer>...</answer>`.
 
-    The components are `accuracy` and `format`; `reward.weights` weighs them otherwise. An answer is
-    right when it equals the reference in mathematics or as text; `boxes` is as in `math`. A tag
-    that occurs twice makes both 0: one cannot answer twice.
+    An answer is right when it equals the reference in mathematics or as text; `boxes` is as in
+    `math`. With `within = "brackets"` it is the last `[...]` or `[[...]]` behind the thought; a
+    denied one, and one behind "or", is none. A tag that occurs twice makes both 0: one cannot
+    answer twice.
+
+    `form` may also be `think`, a thought with a text behind it, or `answer`, `<answer>` and
+    `</answer>` anywhere. With `opened` the prompt's template has begun the thought already.
+
+    The components are `accuracy`, `format` and `tags`, the share of the form's tags that occur
+    once. Their weights are 1, 1 and 0; `reward.weights` weighs them otherwise.
 
     Raises:
         ValueError: The sample has no reference answer.
     """
     reference_answers = [tagged_answer(one) or one for one in references(answer)]
-    if any(completion.count(tag) > 1 for tag in TAGS):
-        return {"accuracy": 0.0, "format": 0.0}
-    tag_answer = tagged_answer(completion)
-    accuracy = tag_answer is not None and any(
-        _equals(tag_answer, one, last_alone=boxes == "last") for one in reference_answers
+    text = f"{TAGS[0]}{completion}" if opened else completion
+    tags = [tag for tag in TAGS if tag in FORMS[form].pattern]
+    share = sum(text.count(tag) == 1 for tag in tags) / len(tags)
+    if any(text.count(tag) > 1 for tag in TAGS):
+        return {"reward": 0.0, "accuracy": 0.0, "format": 0.0, "tags": share}
+    part = tagged_answer(completion) if within == "tag" else bracketed_answer(final_text(text))
+    is_right = part is not None and any(
+        _equals(part, one, last_alone=boxes == "last") for one in reference_answers
     )
-    return {
-        "accuracy": float(accuracy),
-        "format": float(THINK_THEN_ANSWER.fullmatch(completion) is not None),
-    }
+    accuracy, has_form = float(is_right), float(FORMS[form].fullmatch(text) is not None)
+    return {"reward": accuracy + has_form, "accuracy": accuracy, "format": has_form, "tags": share}
 
 
 def _equals(answer: str, reference: str, *, last_alone: bool) -> bool:

@@ -493,10 +493,9 @@ def test_geo3k_weights_accuracy_and_format_nine_to_one(
 def test_openr1_multimodal_gives_accuracy_and_format(
     completion: str, accuracy: float, form: float
 ) -> None:
-    assert call(openr1_multimodal, completion, "<answer>1/2</answer>") == {
-        "accuracy": accuracy,
-        "format": form,
-    }
+    components = call(openr1_multimodal, completion, "<answer>1/2</answer>")
+    assert (components["accuracy"], components["format"]) == (accuracy, form)
+    assert components["reward"] == accuracy + form
 
 
 def test_openr1_multimodal_compares_words_as_text() -> None:
@@ -518,3 +517,46 @@ def test_reference_that_takes_long_to_compare_is_an_error_or_text(reference: str
     except RewardError:
         return
     assert score == 0.0
+
+
+THOUGHT, TAGGED = "<think>a</think>", "<answer>2</answer>"
+
+
+@pytest.mark.parametrize(
+    ("completion", "options", "accuracy", "has_form", "tags"),
+    [
+        (f"{THOUGHT}{TAGGED}", {}, 1, 1, 1),
+        (f"\n{THOUGHT}\n{TAGGED}\n", {}, 1, 1, 1),
+        (f"so {THOUGHT}{TAGGED}", {}, 1, 0, 1),
+        (f"{THOUGHT} so {TAGGED}", {}, 1, 0, 1),
+        (f"{TAGGED}{THOUGHT}", {}, 1, 0, 1),
+        (TAGGED, {}, 1, 0, 0.5),
+        (f"<think>a{TAGGED}", {}, 1, 0, 0.75),
+        (f"{THOUGHT}{THOUGHT}{TAGGED}", {}, 0, 0, 0.5),
+        (f"{THOUGHT}{TAGGED}{TAGGED}", {"form": "think"}, 0, 0, 1),
+        (f"a</think>{TAGGED}", {}, 1, 0, 0.75),
+        (f"a</think>{TAGGED}", {"opened": True}, 1, 1, 1),
+        (f"{THOUGHT}{TAGGED}", {"opened": True}, 0, 0, 0.75),
+        (f"{THOUGHT} so {TAGGED} it is", {"form": "answer"}, 1, 1, 1),
+        ("</answer>2<answer>", {"form": "answer"}, 0, 0, 1),
+        (f"{THOUGHT} so [2]", {"form": "think", "within": "brackets"}, 1, 1, 1),
+        (f"{THOUGHT} so [[2]]", {"form": "think", "within": "brackets"}, 1, 1, 1),
+        (f"{THOUGHT} so [1] [4/2].", {"form": "think", "within": "brackets"}, 1, 1, 1),
+        (f"{THOUGHT} not [2]", {"form": "think", "within": "brackets"}, 0, 1, 1),
+        (f"{THOUGHT} [1] or [2]", {"form": "think", "within": "brackets"}, 0, 1, 1),
+        (f"{THOUGHT} [2](address)", {"form": "think", "within": "brackets"}, 0, 1, 1),
+        (f"{THOUGHT} [[2], [3]]", {"form": "think", "within": "brackets"}, 0, 1, 1),
+        ("<think>[2]</think>", {"form": "think", "within": "brackets"}, 0, 0, 1),
+        ("<think>[2]", {"form": "think", "within": "brackets"}, 1, 0, 0.5),
+        (f"{THOUGHT} 2]", {"form": "think", "within": "brackets"}, 0, 1, 1),
+    ],
+)
+def test_form_of_tags_and_place_of_the_answer_are_options(
+    completion: str, options: dict[str, Any], accuracy: float, has_form: float, tags: float
+) -> None:
+    assert call(openr1_multimodal, completion, "2", **options) == {
+        "reward": accuracy + has_form,
+        "accuracy": accuracy,
+        "format": has_form,
+        "tags": tags,
+    }
