@@ -14,7 +14,7 @@ from relax_events.data.conversations import (
     split_conversation,
     split_preference_pair,
 )
-from relax_events.data.messages import PartReader, parse_message
+from relax_events.data.messages import PartReader, parse_message, refuse_lost_fields
 from relax_events.data.row_values import (
     describe_type,
     require_record,
@@ -273,6 +273,7 @@ def _message(message: Any, location: str, read_part: PartReader) -> ChatMessage:
             "strings role and content"
         )
     try:
+        refuse_lost_fields(fields, what=f"{location}: a message")
         return parse_message(fields, what=f"{location}: a message", read_part=read_part)
     except PoisonSample as error:
         raise ConfigError(str(error)) from None

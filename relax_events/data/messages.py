@@ -23,6 +23,13 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS}
 )
+LOST_FIELDS = frozenset(
+    {"function_call", "functions", "tools", "refusal", "reasoning_details", "thinking_blocks"}
+    | {"images", "videos", "audios", "audio", "prefix"}
+)
+"""Fields of messages elsewhere with something for the policy to read, which no prompt shows."""
+WEIGHT_FIELDS = frozenset({"weight", "loss", "train"})
+"""Fields by which datasets elsewhere leave a message out of the loss."""
 ECHOED_FIELDS = frozenset({"refusal", "annotations"})
 """Fields of OpenAI's answers that clients send back, and that no prompt shows."""
 
@@ -44,6 +51,25 @@ def refuse_unknown_fields(message: Mapping[str, Any], *, what: str) -> None:
             raise PoisonSample(
                 f"{what} has the field {field!r}, which no prompt shows; leave it out"
             )
+
+
+def refuse_lost_fields(message: Mapping[str, Any], *, what: str) -> None:
+    """Refuse a row's message with a field that would get lost and has something to read or learn.
+
+    Raises:
+        PoisonSample: It has one, or two different thoughts; the text names the field.
+    """
+    for field, value in message.items():
+        if value and field in LOST_FIELDS:
+            raise PoisonSample(f"{what} has {field}, which no prompt shows; leave it out")
+        if field in WEIGHT_FIELDS and value not in (None, 1) and message["role"] == "assistant":
+            raise PoisonSample(
+                f"{what} has {field} = {value!r:.80}; all of a target's assistant messages are "
+                "trained, or the last with data.train_on = 'last'"
+            )
+    thoughts = {field: message[field] for field in REASONING_FIELDS if message.get(field)}
+    if any(text != next(iter(thoughts.values())) for text in thoughts.values()):
+        raise PoisonSample(f"{what} has different texts as {' and '.join(thoughts)}; keep one")
 
 
 def parse_message(

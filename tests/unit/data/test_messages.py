@@ -198,8 +198,53 @@ def test_row_names_the_place_of_a_call_that_can_not_be_read() -> None:
     message = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: prompt: a message has a tool call"):
         read_row({"prompt": [message]})
-    row = read_row({"prompt": [{"role": "user", "content": "a", "weight": 0}]})
+
+
+SPOKEN = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("function_call", {"name": "f", "arguments": "{}"}),
+        ("functions", "[{}]"),
+        ("tools", [{"type": "function"}]),
+        ("refusal", "I can't."),
+        ("reasoning_details", [{"text": "why"}]),
+        ("thinking_blocks", [{"type": "thinking", "thinking": "why"}]),
+        ("images", ["a.png"]),
+        ("videos", ["a.mp4"]),
+        ("audios", ["a.wav"]),
+        ("audio", {"id": "a"}),
+        ("prefix", True),
+        ("weight", 0),
+        ("weight", 0.5),
+        ("loss", False),
+        ("train", False),
+    ],
+)
+def test_row_with_a_field_that_would_get_lost_is_refused(field: str, value: Any) -> None:
+    talk = [TALK[1], SPOKEN | {field: value}]
+    with pytest.raises(ConfigError, match=rf"rows.jsonl:1: talk: a message has {field}\b"):
+        read_row({"talk": talk}, conversation_key="talk")
+
+
+@pytest.mark.parametrize("value", [None, "", [], {}, False])
+def test_row_with_an_empty_field_or_one_of_no_effect_is_read(value: Any) -> None:
+    message = {"role": "user", "content": "a", "refusal": value, "images": value, "weight": 0}
+    row = read_row({"prompt": [message | {"id": 7, "train": True}]})
     assert row.messages == [ChatMessage.of_text("user", "a")], "other keys are ignored"
+    spoken = SPOKEN | {"weight": 1.0, "train": True, "loss": None, "function_call": value}
+    row = read_row({"talk": [TALK[1], spoken]}, conversation_key="talk")
+    assert row.answer == "a" or row.completions
+
+
+def test_row_with_two_different_thoughts_is_refused() -> None:
+    talk = [TALK[1], SPOKEN | {"reasoning": "why", "reasoning_content": "why"}]
+    assert read_row({"prompt": [*talk, TALK[1]]}).messages[1].reasoning == "why"
+    talk[1]["reasoning"] = "other"
+    with pytest.raises(ConfigError, match="different texts as reasoning_content and reasoning"):
+        read_row({"prompt": [*talk, TALK[1]]})
 
 
 def chat(renderer: PromptRenderer, message: dict[str, Any]) -> list[ChatMessage]:
