@@ -23,13 +23,10 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 MESSAGE_FIELDS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", *REASONING_FIELDS}
 )
-LOST_FIELDS = frozenset(
-    {"function_call", "functions", "tools", "refusal", "reasoning_details", "thinking_blocks"}
-    | {"images", "videos", "audios", "audio", "prefix"}
-)
-"""Fields of messages elsewhere with something for the policy to read, which no prompt shows."""
-WEIGHT_FIELDS = frozenset({"weight", "loss", "train"})
-"""Fields by which datasets elsewhere leave a message out of the loss."""
+MEDIA_KEYS = ("image", "video", "audio", "input_audio")
+"""How keys begin that hold files."""
+LOST_FIELDS = ("function", "tools", "refusal", "reasoning_details", "thinking_blocks", "prefix")
+"""How fields of messages begin elsewhere that the policy would read, and that no prompt shows."""
 ECHOED_FIELDS = frozenset({"refusal", "annotations"})
 """Fields of OpenAI's answers that clients send back, and that no prompt shows."""
 
@@ -60,16 +57,15 @@ def refuse_lost_fields(message: Mapping[str, Any], *, what: str) -> None:
         PoisonSample: It has one, or two different thoughts; the text names the field.
     """
     for field, value in message.items():
-        if value and field in LOST_FIELDS:
+        if value and field.startswith((*LOST_FIELDS, *MEDIA_KEYS)):
             raise PoisonSample(f"{what} has {field}, which no prompt shows; leave it out")
-        if field in WEIGHT_FIELDS and value not in (None, 1) and message["role"] == "assistant":
+        is_weight = field in ("weight", "loss", "train") and message["role"] == "assistant"
+        if is_weight and value not in (None, 1):
             raise PoisonSample(
-                f"{what} has {field} = {value!r:.80}; all of a target's assistant messages are "
-                "trained, or the last with data.train_on = 'last'"
+                f"{what} has {field} = {value!r:.40}; leave out, or set data.train_on"
             )
-    thoughts = {field: message[field] for field in REASONING_FIELDS if message.get(field)}
-    if any(text != next(iter(thoughts.values())) for text in thoughts.values()):
-        raise PoisonSample(f"{what} has different texts as {' and '.join(thoughts)}; keep one")
+    if len({str(message[field]) for field in REASONING_FIELDS if message.get(field)}) > 1:
+        raise PoisonSample(f"{what} has several thoughts; keep one of {REASONING_FIELDS}")
 
 
 def parse_message(
@@ -126,7 +122,8 @@ def parse_content(
 
 def _parse_part(part: Any, read_part: PartReader) -> ContentPart:
     is_text = isinstance(part, Mapping) and part.get("type") == "text"
-    if is_text and isinstance(text := part.get("text"), str):
+    has_file = is_text and any(part[key] for key in part if key.startswith(MEDIA_KEYS))
+    if is_text and isinstance(text := part.get("text"), str) and not has_file:
         return ContentPart(Modality.TEXT, text)
     return read_part(part)
 

@@ -204,6 +204,11 @@ def read_part_item(
         source = address.get("url") if isinstance(address, Mapping) else address
     elif (file_modality := FILE_PARTS.get(str(kind))) is not None:
         source, modality = _file_source(part, str(kind), location), file_modality
+    elif kind == "text":
+        raise PoisonSample(
+            f"{location} has a part of type 'text' without text, or with a file; make the file a "
+            "part of its own"
+        )
     else:
         kinds = ", ".join(("text", *URL_PARTS, AUDIO_PART, *FILE_PARTS))
         raise PoisonSample(f"{location} has a part of type {kind!r}; a part is one of {kinds}")
@@ -229,8 +234,12 @@ def _file_source(part: Mapping[str, Any], kind: str, location: str) -> Any:
     keys = (kind, *FILE_KEYS)
     if setting := next((key for key in fields if key not in keys), None):
         raise PoisonSample(
-            f"{location} has a part of type {kind!r} with {setting!r}, which is set for all media "
-            "in model.media; leave it out"
+            f"{location} has a part of type {kind!r} with {setting!r}; its file is under "
+            f"{' or '.join(keys)}, and settings of media are those of model.media"
+        )
+    if len(fields) > 1:
+        raise PoisonSample(
+            f"{location} has a part of type {kind!r} with {' and '.join(fields)}; keep one of them"
         )
     if not fields:
         raise PoisonSample(

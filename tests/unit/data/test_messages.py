@@ -243,7 +243,7 @@ def test_row_with_two_different_thoughts_is_refused() -> None:
     talk = [TALK[1], SPOKEN | {"reasoning": "why", "reasoning_content": "why"}]
     assert read_row({"prompt": [*talk, TALK[1]]}).messages[1].reasoning == "why"
     talk[1]["reasoning"] = "other"
-    with pytest.raises(ConfigError, match="different texts as reasoning_content and reasoning"):
+    with pytest.raises(ConfigError, match="several thoughts; keep one of"):
         read_row({"prompt": [*talk, TALK[1]]})
 
 

@@ -388,7 +388,16 @@ def test_media_parts_of_messages_are_read_without_a_column(
     ("part", "text"),
     [
         ({"type": "image"}, "without a file; name the column of its files in data.multimodal_keys"),
-        ({"type": "image", "image": "a.png", "max_pixels": 9}, "with 'max_pixels', which is set"),
+        (
+            {"type": "image", "image": "a.png", "max_pixels": 9},
+            "with 'max_pixels'; its file is under image or",
+        ),
+        ({"type": "image", "source": {"type": "base64"}}, "with 'source'; its file is under image"),
+        ({"type": "image", "image": "a.png", "path": "b.png"}, "with image and path; keep one of"),
+        (
+            {"type": "text", "text": "a", "image": "a.png"},
+            "a part of type 'text' without text, or with a file",
+        ),
         ({"type": "video", "video": ["a.png", "b.png"]}, "is a list; media are paths"),
         ({"type": "file", "file": {"file_id": "x"}}, "a part of type 'file'; a part is one of"),
         ({"type": ["image"]}, "a part of type ['image']"),
