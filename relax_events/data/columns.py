@@ -113,32 +113,23 @@ class ColumnReader:
             text = answered.text
             if answered == ChatMessage.of_text(answered.role, text):
                 completions = []
-        row = PromptRow(
-            messages,
-            text,
-            self._metadata(columns, location),
-            write_tools(tools, f"{location}: {config.tools_key}"),
-            completions,
-            media,
-        )
+        metadata = self._metadata(columns, location)
+        tools = write_tools(tools, f"{location}: {config.tools_key}")
+        row = PromptRow(messages, text, metadata, tools, completions, media)
         texts = {key: columns[key] for key in columns.keys() - self._media_keys.values()}
         return require_record(row, texts, location)
 
     def _media(self, columns: dict[str, Any], location: str) -> dict[Modality, list[MediaItem]]:
         """Return the row's media by modality; null means none."""
-        values = {
-            modality: self._column(columns, key, "multimodal_keys", location)
-            for modality, key in self._media_keys.items()
-        }
         try:
             return {
                 modality: read_items(
-                    value,
+                    self._column(columns, key, "multimodal_keys", location),
                     modality=modality,
-                    location=f"{location}: {self._media_keys[modality]}",
+                    location=f"{location}: {key}",
                     access=self._access,
                 )
-                for modality, value in values.items()
+                for modality, key in self._media_keys.items()
             }
         except MediaError as error:
             raise ConfigError(str(error)) from None
@@ -158,15 +149,10 @@ class ColumnReader:
             return prompt, [completion]
         prompt = []
         if config.prompt_template:
-            prompt = [
-                ChatMessage.of_text(
-                    "user",
-                    TEMPLATE_FIELD.sub(
-                        lambda field: self._text(columns, field[1], location),
-                        config.prompt_template,
-                    ),
-                )
-            ]
+            text = TEMPLATE_FIELD.sub(
+                lambda field: self._text(columns, field[1], location), config.prompt_template
+            )
+            prompt = [ChatMessage.of_text("user", text)]
         elif config.prompt_key:
             where = f"{location}: {config.prompt_key}"
             value = self._column(columns, config.prompt_key, "prompt_key", location)

@@ -135,9 +135,8 @@ def _parse_call(call: Any, what: str) -> ToolCall:
         raise PoisonSample(f"{what} has a tool call without a function's name")
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
-        arguments = write_json(
-            {} if arguments is None else arguments, what=f"the arguments of {name!r}"
-        )
+        value = {} if arguments is None else arguments
+        arguments = write_json(value, what=f"the arguments of {name!r}")
     return ToolCall(name, arguments, str(call.get("id") or ""))
 
 
