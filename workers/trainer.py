@@ -236,6 +236,8 @@ class TrainLoop:
             assembler=self._assembler,
         )
         self._backend.on_progress(self._progress_in_step)
+        at_start = self._backend.policy_version == self._config.first_version
+        self._has_start_weights = at_start and not self._config.is_replay
         make = BalancedBatches if self._opener.is_in_rounds else LiveBatches
         self._live = make(
             self._worker,
@@ -379,9 +381,10 @@ class TrainLoop:
                 self._backend.skip_step()
                 return None
         has_engine = self._config.algorithm.has_rewards
-        if has_engine and step == self._config.first_version and not self._config.is_replay:
+        if has_engine and self._has_start_weights:
             bound = self._config.trainer.max_start_mismatch
-            require_agreement(taken, bound=bound, policy_version=step)
+            require_agreement(taken, bound=bound, policy_version=step, ranks=self._ranks)
+        self._has_start_weights = False
         return taken.to_metrics(of_engine=has_engine)
 
     def _start_checkpoint(self) -> PendingCheckpoint:

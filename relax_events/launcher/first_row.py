@@ -9,6 +9,7 @@ from relax_events.data.messages import describe_message
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow, build_checking_reader
 from relax_events.data.tool_formats import index_schemas
+from relax_events.errors import ConfigError
 from relax_events.events.json_text import parse_json
 from relax_events.events.parts import ChatMessage
 from relax_events.launcher.checked_run import CheckedRun
@@ -24,7 +25,11 @@ def check_first_rows(run: CheckedRun) -> str:
     Raises:
         PoisonSample, MediaError: The prompt can't be rendered, or a media file can't be read.
     """
-    rows = [_describe(source.row(0), run.config) for _, source in run.prompts]
+    try:
+        prompts = run.prompts
+    except ConfigError:
+        return "not read: see data"
+    rows = [_describe(source.row(0), run.config) for _, source in prompts]
     return " | ".join(rows) or "none: a replay trains what was generated before"
 
 

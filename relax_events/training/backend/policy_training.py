@@ -39,7 +39,7 @@ from relax_events.training.backend.step_sums import (
     Totals,
     build_pass_metrics,
     build_step_metrics,
-    find_worst_samples,
+    find_worst_tokens,
     gather_totals,
     sum_micro_batch,
 )
@@ -231,7 +231,9 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
         units = self._objective.num_units(torch.from_numpy(batch.num_loss_tokens))
         counts = (units, len(batch.targets), batch.num_tokens, len(loss_batch.sample_ids))
         device_sums = torch.cat([sums, gradient_sum.to(sums)[None]])
-        self._micro_batches.append(MicroBatchSums(device_sums, counts, loss_batch.sample_ids))
+        self._micro_batches.append(
+            MicroBatchSums(device_sums, counts, loss_batch.sample_ids, batch.num_loss_tokens)
+        )
 
     def _prepare_step(self) -> float:
         self._deferred = whiten_step(
@@ -278,7 +280,7 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
             )
         self._apply_gradients(grad_norm, learning_rate)
         failpoint("trainer.after_optimizer_step")
-        worst = find_worst_samples(self._micro_batches)
+        worst = find_worst_tokens(self._micro_batches)
         return OptimizerStep(epoch, totals, mismatch_max, rank_totals, grad_norm, worst)
 
     def _exceeds_max_kl(self, totals: Totals) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from relax_events.events.types import SampleReady, SampleRolledOut
 
@@ -31,6 +31,20 @@ ENGINE_METRICS = frozenset((
 ))  # fmt: skip
 """Metrics that compare the policy with the policy that generated the samples, or that describe
 off-policy corrections of the loss."""
+
+
+class WorstToken(NamedTuple):
+    """A token in which engine and trainer differ much.
+
+    Attributes:
+        difference: Of its log-probabilities, absolute, in nats.
+        sample_id: Of its sample.
+        number: Of the token among those of the sample that are trained, from 0.
+    """
+
+    difference: float
+    sample_id: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +100,8 @@ class StepMetrics:
     num_tokens: int
     num_samples: int
     algorithm_metrics: Mapping[str, float] = field(default_factory=dict)
-    worst_sample_ids: Sequence[str] = ()
-    """Of this rank: a micro-batch in which engine and trainer differ most."""
+    worst_tokens: Sequence[WorstToken] = ()
+    """Of this rank: those in which engine and trainer differ most, the worst first."""
 
     def to_metrics(self, *, of_engine: bool = True) -> dict[str, float]:
         """Return the metrics as TrainStepCommitted has them; without `of_engine`, where no engine
@@ -96,7 +110,7 @@ class StepMetrics:
         metrics = {
             name: float(value)
             for name, value in asdict(self).items()
-            if name not in ("algorithm_metrics", "worst_sample_ids")
+            if name not in ("algorithm_metrics", "worst_tokens")
         } | dict(self.algorithm_metrics)
         return (
             metrics

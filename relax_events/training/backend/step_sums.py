@@ -10,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+import orjson
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_events.algorithms.kl import kl_estimate
 from relax_events.algorithms.losses import MAX_LOG_RATIO
 from relax_events.algorithms.objective import ObjectiveInputs, TokenLosses
 from relax_events.errors import ConfigError, StepNotFinite
-from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.protocol import StepMetrics, WorstToken
 from relax_events.training.ranks import GatheringRanks
 
 
@@ -54,8 +56,8 @@ class Totals:
     num_samples: float
 
 
-NUM_NAMED = 8
-"""Samples in an error."""
+NUM_NAMED = 3
+"""Tokens in an error."""
 FAR_NATS = 0.1
 """Rounding hardly ever moves the mean absolute difference so far."""
 NUM_DEVICE_SUMS = 20
@@ -67,17 +69,19 @@ class MicroBatchSums:
     """The sums of one micro-batch, not yet copied to the host."""
 
     device: Float[Tensor, " sums"]
-    """The sums of Totals, the largest mismatch, the sums of the algorithm's metrics, the sum of
-    all gradients."""
+    """The sums of Totals, the largest mismatch, its loss token, the sums of the algorithm's
+    metrics, the sum of all gradients."""
     counts: tuple[int, int, int, int]
     sample_ids: list[str]
+    num_loss_tokens: NDArray[np.integer]
+    """Of each sample."""
 
 
 def sum_micro_batch(
     tokens: TokenLosses, inputs: ObjectiveInputs, *, metrics: Sequence[str] = ()
 ) -> Float[Tensor, " sums"]:
     """Sum a micro-batch's per-token metrics in float64, in the order of Totals, then the largest
-    mismatch, then `metrics`.
+    mismatch and the number of its token, then `metrics`.
 
     Args:
         tokens: The objective's output.
@@ -114,11 +118,13 @@ def sum_micro_batch(
         weights * tokens.imbalance,
     ]
     sums = torch.stack([row.detach().double().sum() for row in rows])
-    largest = difference.abs().double().max() if len(difference) else sums.new_zeros(())
+    largest, position = (
+        difference.abs().double().max(dim=0) if len(difference) else sums.new_zeros((2,))
+    )
     algorithm_metrics = [
         (weights * surrogate.metrics[name]).detach().double().sum() for name in metrics
     ]
-    return torch.stack([*sums, largest, *algorithm_metrics])
+    return torch.stack([*sums, largest, position.to(sums), *algorithm_metrics])
 
 
 def add_imbalance(micro_batch: MicroBatchSums, imbalance: float, *, coefficient: float) -> None:
@@ -165,13 +171,13 @@ def gather_totals(
     device = (
         torch.stack([item.device for item in micro_batches]).cpu().numpy()
         if micro_batches
-        else np.zeros((0, NUM_DEVICE_SUMS + 2 + len(metrics)))
+        else np.zeros((0, NUM_DEVICE_SUMS + 3 + len(metrics)))
     )
     counts = np.array([item.counts for item in micro_batches], np.float64).reshape(
         -1, len(fields(Totals)) - NUM_DEVICE_SUMS
     )
     broken = np.flatnonzero(~np.isfinite(device).all(axis=1))
-    algorithm_metrics = device[:, NUM_DEVICE_SUMS + 1 : -1].sum(axis=0)
+    algorithm_metrics = device[:, NUM_DEVICE_SUMS + 2 : -1].sum(axis=0)
     sums = np.concatenate(
         [device[:, :NUM_DEVICE_SUMS].sum(axis=0), counts.sum(axis=0), algorithm_metrics]
     )
@@ -207,7 +213,7 @@ def _raise_not_finite(broken: MicroBatchSums | None, *, ranks: GatheringRanks, n
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
     """A completed optimizer step: its pass, the sums over its mini-batch, its gradient norm, and
-    the samples of this rank's micro-batch with the largest mismatch.
+    this rank's tokens in which engine and trainer differ most.
     """
 
     epoch: int
@@ -215,15 +221,21 @@ class OptimizerStep:
     mismatch_max: float
     algorithm_metrics: Mapping[str, float]
     grad_norm: float
-    worst_sample_ids: tuple[str, ...] = ()
+    worst_tokens: tuple[WorstToken, ...] = ()
 
 
-def find_worst_samples(micro_batches: Sequence[MicroBatchSums]) -> tuple[str, ...]:
-    """Return the samples of the micro-batch in which engine and trainer differ most."""
-    if not micro_batches:
-        return ()
-    worst = torch.stack([item.device[NUM_DEVICE_SUMS] for item in micro_batches]).argmax()
-    return tuple(micro_batches[int(worst)].sample_ids)
+def find_worst_tokens(micro_batches: Sequence[MicroBatchSums]) -> tuple[WorstToken, ...]:
+    """Return the tokens in which engine and trainer differ most, at most one of a micro-batch."""
+    worst = []
+    for item in micro_batches:
+        if not item.num_loss_tokens.sum():
+            continue
+        difference, position = item.device[NUM_DEVICE_SUMS : NUM_DEVICE_SUMS + 2].tolist()
+        ends = np.cumsum(item.num_loss_tokens)
+        sample = int(np.searchsorted(ends, position, side="right"))
+        number = int(position - ends[sample] + item.num_loss_tokens[sample])
+        worst.append(WorstToken(difference, item.sample_ids[sample], number))
+    return tuple(sorted(worst, reverse=True)[:NUM_NAMED])
 
 
 def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float) -> StepMetrics:
@@ -271,23 +283,32 @@ def build_step_metrics(updates: Sequence[OptimizerStep], *, learning_rate: float
             name: sum(update.algorithm_metrics[name] for update in updates) / units
             for name in updates[0].algorithm_metrics
         },
-        worst_sample_ids=updates[0].worst_sample_ids,
+        worst_tokens=updates[0].worst_tokens,
     )
 
 
-def require_agreement(first: StepMetrics, *, bound: float, policy_version: int) -> None:
+def require_agreement(
+    first: StepMetrics, *, bound: float, policy_version: int, ranks: GatheringRanks
+) -> None:
     """Require that the log-probabilities of a run's first train step, computed by engine and
-    trainer with the same weights, differ by rounding at most.
+    trainer with the same weights, differ by rounding at most; collective where they don't.
 
     Args:
         first: Metrics of the step.
         bound: Of `mismatch_kl`, in nats per token; 0 takes any.
         policy_version: Of the weights.
+        ranks: All of them, which have the same `mismatch_kl`.
     Raises:
-        ConfigError: They differ; the text says by how much and in which samples.
+        ConfigError: They differ, on all ranks; the text says by how much and in which tokens.
     """
     if not bound or first.mismatch_kl <= bound:
         return
+    rows = ranks.all_gather_bytes(orjson.dumps([tuple(token) for token in first.worst_tokens]))
+    worst = sorted({WorstToken(*one) for row in rows for one in orjson.loads(row)}, reverse=True)
+    places = ", ".join(
+        f"{token.difference:.3g} at sampled token {token.number} of sample {token.sample_id}"
+        for token in worst[:NUM_NAMED]
+    )
     remedy = (
         "their weights or prompts are not the same: see that relax doctor finds every tensor of "
         "model.path, and that engine.name supports the model"
@@ -299,8 +320,7 @@ def require_agreement(first: StepMetrics, *, bound: float, policy_version: int) 
         f"engine and trainer compute other log-probabilities for policy version {policy_version}: "
         f"mismatch_kl must be <= trainer.max_start_mismatch = {bound:g} nats a token, got "
         f"{first.mismatch_kl:.3g} over {first.num_loss_tokens} tokens (mean absolute difference "
-        f"{first.mismatch_mean_abs:.3g}, largest {first.mismatch_max_abs:.3g} in the micro-batch "
-        f"of samples {', '.join(first.worst_sample_ids[:NUM_NAMED])}); {remedy}"
+        f"{first.mismatch_mean_abs:.3g}; largest: {places}); {remedy}"
     )
 
 

@@ -734,7 +734,8 @@ def test_metrics_contain_every_field():
     metrics = mine.step()
     fields = dataclasses.asdict(metrics)
     assert fields.pop("algorithm_metrics") == {}
-    assert fields.pop("worst_sample_ids") == tuple(sample.sample_id for sample in SAMPLES)
+    (worst,) = fields.pop("worst_tokens")
+    assert worst.difference == metrics.mismatch_max_abs
     assert metrics.to_metrics() == {name: float(value) for name, value in fields.items()}
     own = dataclasses.replace(metrics, algorithm_metrics={"margin": 0.5}).to_metrics(
         of_engine=False

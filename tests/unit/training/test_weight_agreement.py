@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relax_events.errors import ConfigError
 from relax_events.events.types import SampleReady
-from relax_events.training.backend.protocol import StepMetrics
+from relax_events.training.backend.protocol import StepMetrics, WorstToken
 from relax_events.training.backend.step_sums import require_agreement
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.ranks import SingleRank
@@ -46,15 +46,36 @@ def agreeing() -> StepMetrics:
 
 def test_the_same_weights_agree(agreeing: StepMetrics) -> None:
     assert agreeing.mismatch_kl < 1e-6
-    require_agreement(agreeing, bound=1e-6, policy_version=0)
+    require_agreement(agreeing, bound=1e-6, policy_version=0, ranks=SingleRank())
 
 
-def test_the_sample_that_differs_is_named() -> None:
-    odd = SAMPLES[3]
-    shifted = changed(odd, rollout_logprobs=odd.rollout_logprobs - 2 * odd.loss_mask)
-    metrics = train([*SAMPLES[:3], shifted, *SAMPLES[4:]])
-    with pytest.raises(ConfigError, match=r"for policy version 0: mismatch_kl .* samples s3\);"):
-        require_agreement(metrics, bound=BOUND, policy_version=0)
+@pytest.mark.parametrize("is_in_one_micro_batch", [True, False])
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_token_that_differs_most_is_named(is_in_one_micro_batch: bool, is_last: bool) -> None:
+    odd = max(SAMPLES, key=lambda sample: sample.loss_mask.sum())
+    positions = np.flatnonzero(odd.loss_mask)
+    number = len(positions) - 1 if is_last else 0
+    shift = np.zeros(len(odd.tokens), np.float32)
+    shift[positions[number]] = 3
+    shifted = changed(odd, rollout_logprobs=odd.rollout_logprobs - shift)
+    samples = [shifted if one is odd else one for one in SAMPLES]
+    backend = TorchBackend(run_config(), ranks=SingleRank(), dtype=torch.float64)
+    for micro_batch in [samples] if is_in_one_micro_batch else [[one] for one in samples]:
+        backend.accumulate(micro_batch)
+    place = rf"largest: 3 at sampled token {number} of sample {odd.sample_id}[,)]"
+    with pytest.raises(ConfigError, match=rf"for policy version 0: mismatch_kl .*{place}"):
+        require_agreement(backend.step(), bound=BOUND, policy_version=0, ranks=SingleRank())
+
+
+def test_the_worst_tokens_of_all_ranks_are_named_on_each(agreeing: StepMetrics) -> None:
+    class Ranks(SingleRank):
+        def all_gather_bytes(self, data: bytes) -> list[bytes]:
+            return [data, data, b'[[0.5,"of another rank",7]]']
+
+    here = replace(agreeing, mismatch_kl=1.0, worst_tokens=(WorstToken(0.25, "here", 2),))
+    places = "0.5 at sampled token 7 of sample of another rank, 0.25 at sampled token 2 of sample h"
+    with pytest.raises(ConfigError, match=rf"largest: {places}ere\)"):
+        require_agreement(here, bound=BOUND, policy_version=0, ranks=Ranks())
 
 
 def test_a_head_that_each_process_draws_for_itself_ends_the_run() -> None:
@@ -73,7 +94,7 @@ def test_a_head_that_each_process_draws_for_itself_ends_the_run() -> None:
         for sample in SAMPLES
     ]
     with pytest.raises(ConfigError, match=r"weights or prompts are not the same: .*relax doctor"):
-        require_agreement(train(samples), bound=BOUND, policy_version=0)
+        require_agreement(train(samples), bound=BOUND, policy_version=0, ranks=SingleRank())
 
 
 @given(kl=st.floats(0, 5), bound=st.floats(0, 2), mean_abs=st.floats(0, 3))
@@ -82,14 +103,14 @@ def test_the_bound_decides_alone(
 ) -> None:
     metrics = replace(agreeing, mismatch_kl=kl, mismatch_mean_abs=mean_abs)
     if not bound or kl <= bound:
-        require_agreement(metrics, bound=bound, policy_version=0)
+        require_agreement(metrics, bound=bound, policy_version=0, ranks=SingleRank())
         return
     remedy = "relax doctor" if mean_abs > 0.1 else "trainer.max_start_mismatch above it"
     with pytest.raises(ConfigError, match=remedy):
-        require_agreement(metrics, bound=bound, policy_version=0)
+        require_agreement(metrics, bound=bound, policy_version=0, ranks=SingleRank())
 
 
-def test_samples_are_no_metrics_of_the_log(agreeing: StepMetrics) -> None:
+def test_tokens_are_no_metrics_of_the_log(agreeing: StepMetrics) -> None:
     metrics = agreeing.to_metrics()
-    assert "worst_sample_ids" not in metrics
+    assert "worst_tokens" not in metrics
     assert all(isinstance(value, float) for value in metrics.values())
