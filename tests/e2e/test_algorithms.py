@@ -36,10 +36,23 @@ MORE = {
         "algorithm.opsm_threshold=0.1",
         "algorithm.entropy_coefficient=0.01",
     ),
+    "dr_grpo": (
+        "algorithm.baseline=none",
+        "algorithm.whiten_advantages=mean",
+        "algorithm.kl_coefficient=0.01",
+        "algorithm.kl_base=rollout",
+        "algorithm.kl_estimator=k3+",
+        "algorithm.kl_bound=1",
+    ),
     "gspo": (
         "algorithm.old_logprobs=actor",
         "algorithm.correction=mask",
         "algorithm.correction_level=sequence_mean",
+        "algorithm.baseline=leave_one_out",
+        "algorithm.normalise_std=leave_one_out",
+        "algorithm.rejection=tv",
+        "algorithm.rejection_over=token",
+        "algorithm.rejection_high=0.5",
     ),
     "cispo": (
         "algorithm.old_logprobs=trainer",

@@ -87,17 +87,17 @@ def compute_whitening(
     """
     if over == "none":
         return Whitening()
-    values = np.concatenate(
-        [np.zeros(0), *(_units(advantages, lengths, over) for advantages, lengths in micro_batches)]
+    values = _gather_sorted(
+        (_units(advantages, lengths, over) for advantages, lengths in micro_batches), ranks=ranks
     )
-    count, total = ranks.all_gather(np.array([len(values), values.sum()])).sum(axis=0).tolist()
-    if not count:
+    if not len(values):
         return Whitening()
-    mean = total / count
+    # the mean of equal values may differ from them by rounding
+    mean = float(values[0] if values[0] == values[-1] else values.mean())
     if over == "mean":
         return Whitening(mean=mean, eps=0.0)
-    squares = ranks.all_gather(np.square(values - mean).sum(keepdims=True)).sum()
-    return Whitening(mean=mean, std=float(np.sqrt(squares / max(count - correction, 1))))
+    squares = float(np.square(values - mean).sum())
+    return Whitening(mean=mean, std=float(np.sqrt(squares / max(len(values) - correction, 1))))
 
 
 def compute_reward_scaling(
@@ -115,14 +115,18 @@ def compute_reward_scaling(
     the prompt group's mean, the
         batch's deviation.
     """
-    all_values = [
-        np.frombuffer(data, np.float64)
-        for data in ranks.all_gather_bytes(np.concatenate([np.zeros(0), *rewards]).tobytes())
-    ]
-    values = np.sort(np.concatenate(all_values))
+    values = _gather_sorted(rewards, ranks=ranks)
     if len(values) < 2 or values[0] == values[-1]:
         return Whitening(eps=0.0)
     return Whitening(std=float(values.std(ddof=correction)))
+
+
+def _gather_sorted(
+    parts: Iterable[NDArray[np.float64]], *, ranks: GatheringRanks
+) -> Float64[np.ndarray, " values"]:
+    """Gather the parts of all ranks, in ascending order: the same array however they are split."""
+    rows = ranks.all_gather_bytes(np.concatenate([np.zeros(0), *parts]).tobytes())
+    return np.sort(np.concatenate([np.frombuffer(row, np.float64) for row in rows]))
 
 
 def _units(
@@ -146,8 +150,4 @@ def compute_second_moment_cutoff(
         threshold: Bound of their mean.
         ranks: All of them.
     """
-    mine = np.concatenate([np.zeros(0), *squares])
-    all_values = [
-        np.frombuffer(data, np.float64) for data in ranks.all_gather_bytes(mine.tobytes())
-    ]
-    return second_moment_cutoff(np.concatenate(all_values), threshold=threshold)
+    return second_moment_cutoff(_gather_sorted(squares, ranks=ranks), threshold=threshold)

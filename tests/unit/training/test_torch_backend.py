@@ -225,7 +225,7 @@ def test_advantages_are_divided_by_the_reward_deviation_of_the_whole_step(given)
     assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("over", ["tokens", "samples"])
+@pytest.mark.parametrize("over", ["tokens", "samples", "mean"])
 @pytest.mark.parametrize("given", [{}, {"std_correction": 0}, {"std_correction": 1}])
 def test_advantages_are_whitened_over_the_whole_step_with_either_std_correction(over, given):
     mine, other = backend(algorithm={"whiten_advantages": over} | given), backend(algorithm={})
@@ -241,7 +241,7 @@ def test_advantages_are_whitened_over_the_whole_step_with_either_std_correction(
         if over == "tokens"
         else np.array([values.mean() for values in each if len(values)])
     )
-    deviation = units.std(ddof=given.get("std_correction", 0))
+    deviation = 1.0 if over == "mean" else units.std(ddof=given.get("std_correction", 0))
     white = [
         np.where(mask, (sample.advantages - units.mean()) / deviation, 0)
         for sample, mask in zip(SAMPLES, masks, strict=True)
