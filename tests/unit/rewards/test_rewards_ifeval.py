@@ -221,6 +221,15 @@ def test_each_instruction_of_a_sample_is_checked_with_its_own_arguments(
     assert follow(response, *instructions)["reward"] == reward
 
 
+@pytest.mark.parametrize("blanks", ["\n\n", "\n\n\n\n", "\n\n \n\n", "\n\n\n\n\n\n"])
+def test_empty_paragraph_shifts_no_index(blanks: str) -> None:
+    response = f"{blanks}Alpha one.{blanks}Bravo two.{blanks}"
+    name = "length_constraints:nth_paragraph_first_word"
+    for nth, reward in ((1, 0.0), (2, 1.0), (3, 0.0), (4, 0.0)):
+        kwargs = {"num_paragraphs": 2, "nth_paragraph": nth, "first_word": "bravo"}
+        assert follow(response, (name, kwargs))["reward"] == reward
+
+
 def test_repeat_prompt_instruction_defaults_to_the_samples_own_prompt() -> None:
     assert follow("the prompt. And more", ("combination:repeat_prompt", {}))["reward"] == 1.0
 

@@ -1,0 +1,194 @@
+"""Generated conversations are read alike from JSON lines, from Parquet and from a program's call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet as pq
+
+from relax_events.attacks.gateway_session import open_session
+from relax_events.config import DataConfig
+from relax_events.data.rendering import PromptRenderer
+from relax_events.data.rows import PromptRow
+from relax_events.data.sft_targets import tokenize_targets
+from relax_events.data.sources import open_source
+from relax_events.engines.protocol import GenerationRequest
+from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
+from relax_events.packages.gateway.chat_dialect import ChatCall
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Message = dict[str, Any]
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=9)
+CONTENTS = TEXTS | st.lists(TEXTS, min_size=1, max_size=3).map(
+    lambda texts: [{"type": "text", "text": text} for text in texts]
+)
+ARGUMENTS = st.fixed_dictionaries(
+    {"city": TEXTS},
+    optional={"days": st.integers(0, 2**60), "tags": st.lists(TEXTS, min_size=1, max_size=2)},
+)
+USERS = st.fixed_dictionaries({"role": st.just("user"), "content": CONTENTS})
+REPLIES = st.fixed_dictionaries(
+    {"role": st.just("tool"), "name": st.just("look"), "content": CONTENTS}
+)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> list[Message]:
+    """Draw what follows a user's message: a turn, perhaps with calls and their results."""
+    turn: Message = {"role": "assistant", "content": draw(CONTENTS)}
+    if draw(st.booleans()):
+        field = draw(st.sampled_from(["reasoning_content", "reasoning", "thinking"]))
+        turn[field] = draw(TEXTS)
+    if not draw(st.booleans()):
+        return [turn]
+    calls = draw(st.lists(ARGUMENTS, min_size=1, max_size=2))
+    writes = draw(st.booleans())
+    turn["content"] = draw(st.none() | st.just("") | CONTENTS)
+    turn["tool_calls"] = [
+        {
+            "type": "function",
+            "function": {"name": "look", "arguments": json.dumps(one) if writes else one},
+        }
+        for one in calls
+    ]
+    ended = {"role": "assistant", "content": draw(CONTENTS)}
+    return [turn, *(draw(REPLIES) for _ in calls), ended]
+
+
+@st.composite
+def talks(draw: st.DrawFn) -> list[Message]:
+    """Draw a conversation that ends with an assistant's message without calls."""
+    talk: list[Message] = []
+    for _ in range(draw(st.integers(1, 3))):
+        talk += [draw(USERS), *draw(turns())]
+    return talk
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
+    """Return a renderer whose template shows every field."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "own.jinja").write_text(TEMPLATE)
+    train_tokenizer(["look"]).save_pretrained(folder)
+    config = DataConfig(source="http", chat_template_file=folder / "own.jinja")
+    return PromptRenderer.from_folder(folder, config)
+
+
+async def refuse(request: GenerationRequest) -> NoReturn:
+    """Sample nothing."""
+    pytest.fail("nothing is sampled")
+
+
+def level(message: Message) -> Message:
+    """Write contents as parts and arguments as text: a column of Parquet has one type."""
+    content = message["content"]
+    leveled = message | {"content": [{"type": "text", "text": content or ""}]}
+    if isinstance(content, list):
+        leveled["content"] = content
+    if "tool_calls" in message:
+        leveled["tool_calls"] = calls = json.loads(json.dumps(message["tool_calls"]))
+        for function in (call["function"] for call in calls):
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"])
+    return leveled
+
+
+def read_both(row: dict[str, Any], **keys: Any) -> list[PromptRow]:
+    """Read a row from JSON lines and from Parquet."""
+    with TemporaryDirectory() as name:
+        lines, table = Path(name, "rows.jsonl"), Path(name, "rows.parquet")
+        lines.write_text(json.dumps(row) + "\n")
+        levels = {
+            key: value if isinstance(value, str) else [level(message) for message in value]
+            for key, value in row.items()
+        }
+        pq.write_table(pa.Table.from_pylist([levels]), table)
+        return [
+            open_source(DataConfig.model_validate({"source": source, **keys}), seed=0).row(0)
+            for source in (f"jsonl:{lines}", f"parquet:{table}")
+        ]
+
+
+def plain_text(message: Message) -> str:
+    """Return what the template writes of a message, by another way."""
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    thoughts = [
+        message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message
+    ]
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"]["arguments"]
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        shown = json.dumps({"name": "look", "arguments": value}, ensure_ascii=False)
+        calls.append(f"<tool_call>{shown}</tool_call>")
+    return "".join(
+        (*(f"<think>{text}</think>" for text in thoughts), *(one["text"] for one in parts), *calls)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(talks(), USERS)
+def test_whole_messages_reach_the_prompt_by_every_way(
+    renderer: PromptRenderer, talk: list[Message], last: Message
+) -> None:
+    history = [*talk, last]
+    call = ChatCall.model_validate({"messages": history})
+    asked = renderer.prompt_tokens(call.history(open_session(renderer, refuse)))
+    expected = "".join(
+        f"<|im_start|>{one['role']}{' look' if one['role'] == 'tool' else ''}\n{plain_text(one)}"
+        "<|im_end|>\n"
+        for one in history
+    )
+    shown = renderer.completion_text(asked, skip_special_tokens=False)
+    assert shown == f"{expected}<|im_start|>assistant\n"
+    for row in read_both({"prompt": history, "answer": "x"}):
+        np.testing.assert_array_equal(renderer.row_tokens(row.messages), asked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(talks(), st.sampled_from(["all", "last"]))
+def test_whole_turns_are_targets(
+    renderer: PromptRenderer, talk: list[Message], train_on: str
+) -> None:
+    spoken = [plain_text(one) for one in talk if one["role"] == "assistant"]
+    expected = spoken if train_on == "all" else spoken[-1:]
+    for row in read_both({"talk": talk}, conversation_key="talk", train_on=train_on):
+        (target,) = tokenize_targets(row, renderer=renderer)
+        trained = target.tokens[target.loss_mask == 1]
+        assert renderer.completion_text(trained, skip_special_tokens=False) == "".join(
+            f"{text}<|im_end|>" for text in expected
+        )
+
+
+BEGUN = TEXTS | st.sampled_from(["<think>\n", "<think>", " ", "\n", "1. ", "```python\n", "{\n "])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(talks(), max_size=1), USERS, BEGUN)
+def test_a_started_turn_is_continued_by_every_way(
+    renderer: PromptRenderer, before: list[list[Message]], last: Message, begun: str
+) -> None:
+    history = [*(before[0] if before else []), last]
+    talk = [*history, {"role": "assistant", "content": begun}]
+    call = ChatCall.model_validate({"messages": talk})
+    asked = renderer.prompt_tokens(call.history(open_session(renderer, refuse)))
+    shown = renderer.completion_text(asked, skip_special_tokens=False)
+    (started,) = (plain_text(one) for one in talk[-1:])
+    assert shown.endswith(f"{plain_text(last)}<|im_end|>\n<|im_start|>assistant\n{started}")
+    for row in read_both({"prompt": talk, "answer": "x"}):
+        np.testing.assert_array_equal(renderer.row_tokens(row.messages), asked)
