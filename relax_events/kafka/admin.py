@@ -28,6 +28,8 @@ from relax_events.kafka.protocol.advertised_listeners import (
 from relax_events.kafka.protocol.partition_leaders import format_address
 from relax_events.topics.plan import TopicSpec
 
+NO_ID = "AAAAAAAAAAAAAAAAAAAAAA"
+"""The id, of zeros, that topics have on a broker without ids."""
 UNSEEN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED)
 METADATA_POLL_SECONDS = 0.02
 PING_SECONDS = 1.0
@@ -122,8 +124,8 @@ class Admin(OffsetAdmin):
         }
 
     def topic_ids(self, names: Collection[str]) -> dict[str, str]:
-        """Return the ids of topics by name; those that are not there, or that this principal may
-        not see, are left out.
+        """Return the ids of topics by name; those that are not there, that this principal may not
+        see, or that have none on this broker, are left out.
         """
         if not names:
             return {}
@@ -134,7 +136,8 @@ class Admin(OffsetAdmin):
             name: self._result(future, f"describing {name}", ignore=UNSEEN)
             for name, future in futures.items()
         }
-        return {name: str(topic.topic_id) for name, topic in topics.items() if topic is not None}
+        ids = {name: str(topic.topic_id) for name, topic in topics.items() if topic is not None}
+        return {name: topic_id for name, topic_id in ids.items() if topic_id != NO_ID}
 
     def partitions(self, prefix: str) -> list[PartitionState]:
         """Return the partitions of the topics whose names begin with `prefix`, ordered."""

@@ -30,7 +30,7 @@ from relax_events.runtime.run_description import (
 from relax_events.session.broker_address import open_admin
 from relax_events.session.defaults import log_derived, resolve_defaults
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import COMMANDS
+from relax_events.topics.names import COMMANDS, TRAIN_STEPS
 
 log = structlog.get_logger()
 TEMPLATE_KEY = "data.chat_template_file"
@@ -128,12 +128,21 @@ def refuse_new_topics(config: RunConfig, described: RunDescribed | None) -> None
     """Refuse a run whose topics are not those that its log describes, before anything starts.
 
     Raises:
-        ConfigError: A topic was deleted, or created again under its name; the text has both ids.
+        ConfigError: A topic was deleted, or created again under its name; the text has both ids, or
+            names the train steps that nothing describes.
         BrokerError: The topics can't be described.
     """
-    if described is not None and described.topic_ids:
-        with closing(open_admin(config, name="run")) as admin:
+    plan = TopicPlan.from_config(config)
+    steps = plan.topic(TRAIN_STEPS)
+    with closing(open_admin(config, name="run")) as admin:
+        if described is not None:
             require_same_topics(config, described, admin.topic_ids(described.topic_ids))
+        elif sum(admin.end_offsets((one.topic, 0) for one in admin.partitions(steps)).values()):
+            raise ConfigError(
+                f"topic {steps} has records, and topic {plan.topic(COMMANDS)} does not describe "
+                f"run {config.run.id}: it was deleted, or created again under its name; take "
+                f"another run.id, or delete this run by relax runs delete {config.run.id}"
+            )
 
 
 def require_same_topics(
