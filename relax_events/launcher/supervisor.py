@@ -97,6 +97,7 @@ class Supervisor:
         self._fork_server = fork_server or ForkServer.from_config(config)
         self._processes = {process.worker_id: process for process in self._build_initial()}
         self._num_ports = sum(config.processes().values())
+        self._first_death, self._num_steps = "", 0
 
     def _build_initial(self) -> list[ManagedProcess]:
         pairs = dict(self._config.hosted_pairs())
@@ -289,6 +290,9 @@ class Supervisor:
                 pid=process.pid,
                 cause=ending.text,
             )
+            if not self._first_death or progress.num_steps > self._num_steps:
+                self._first_death = f"{ending.worker_id}: {ending.text}"
+                self._num_steps = progress.num_steps
         is_too_often = counts and managed.deaths.exceeds(
             self._config.workers.max_restarts, is_elastic=managed.is_elastic
         )
@@ -334,6 +338,9 @@ class Supervisor:
         else:
             what = f"died {managed.deaths.num_stalled} times in a row without a committed step"
         causes = managed.deaths.describe_causes(ending.text, is_elastic=managed.is_elastic)
+        first = self._first_death
+        if first and not any(first.startswith(f"{name}: ") for name in managed.requests):
+            causes += f" (the first death since the last committed step: {first})"
         text = f"{ending.worker_id} {what}: {causes}; log: {ending.log_path}"
         if ending.error is None:
             text += f", which ends in:\n{read_log_tail(ending.log_path)}"

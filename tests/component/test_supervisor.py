@@ -175,6 +175,33 @@ def test_run_ends_with_the_error_of_a_worker_that_always_dies(
         died_again(supervisor, Progress(num_steps=7))
 
 
+def test_a_loop_ends_with_its_first_cause_and_with_that_of_another_worker(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
+    """The trainer dies first, once; then the reward worker, of one error and then of another."""
+    supervisor = ended(make_run_config(workers={"max_restarts": 2}), "the fifth cause")
+    reward, trainer = (supervisor._processes[name] for name in ("reward-0", "trainer-0"))
+    supervisor._processes = {"trainer-0": trainer}
+    assert len(supervisor.poll(Progress())) == 1
+    supervisor._processes = {"reward-0": reward}
+    for cause in ("the sixth cause", "the seventh cause"):
+        assert "reward-0 died" in supervisor.poll(Progress())[0]
+        reward.requests = {
+            name: replace(order, arguments=["end", cause])
+            for name, order in reward.requests.items()
+        }
+        reward.start_after = 0.0
+        supervisor.poll(Progress())
+        assert reward.process is not None
+        reward.process.wait(30)
+    with pytest.raises(RunFailed) as caught:
+        supervisor.poll(Progress())
+    text = str(caught.value)
+    causes = [f"the {number} cause: no room for 7.42 GiB" for number in ("fifth", "seventh")]
+    assert f": first of {causes[0]}; now of {causes[1]} (" in text
+    assert f"(the first death since the last committed step: trainer-0: {causes[0]}); log: " in text
+
+
 def test_run_continues_while_steps_are_committed_or_broker_or_store_is_down(
     make_run_config: MakeRunConfig, ended: MakeEnded
 ) -> None:
