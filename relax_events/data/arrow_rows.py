@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
+from relax_events.errors import ConfigError
 from relax_events.events.json_text import WrittenFloat
 
 Convert = Callable[[Any], Any]
@@ -34,8 +37,15 @@ class ArrowRows:
         self._converts: tuple[pa.Schema, list[tuple[str, Convert]]] = (pa.schema([]), [])
         """The schema of the last table, and the conversions of its columns."""
 
-    def read(self, table: pa.Table | pa.RecordBatch) -> Iterator[Any]:
-        """Yield the rows of a table."""
+    def read(self, table: pa.Table | pa.RecordBatch, *, path: Path) -> Iterator[Any]:
+        """Yield the rows of a table.
+
+        Args:
+            table: The rows.
+            path: Of its file, for errors.
+        Raises:
+            ConfigError: A value has no form in Python; the text names its column.
+        """
         schema, converts = self._converts
         if table.schema != schema:
             columns = [
@@ -43,15 +53,36 @@ class ArrowRows:
             ]
             converts = [(name, convert) for name, convert in columns if convert is not None]
             self._converts = table.schema, converts
-        for row in table.to_pylist():
+        for row in _list_rows(table, path):
             for name, convert in converts:
                 row[name] = convert(row[name])
             yield row
 
 
+def _list_rows(table: pa.Table | pa.RecordBatch, path: Path) -> list[Any]:
+    """Return the rows of a table as Python has them."""
+    columns: dict[str, list[Any]] = {}
+    for name, column in zip(table.schema.names, table.columns, strict=True):
+        if name in columns:
+            raise ConfigError(f"{path} has two columns {name}; rename one")
+        try:
+            columns[name] = column.to_pylist()
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"{path}: column {name} of type {column.type} can't be read: {error}; write texts, "
+                "or leave it out of metadata_keys"
+            ) from None
+    if not columns:
+        return [{} for _ in range(table.num_rows)]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
 def _build_column(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | None:
     """Build the conversion of a column: pandas writes integers next to nulls as floats."""
-    return _read_float if pa.types.is_floating(kind) else _build(kind, path, named)
+    if not pa.types.is_floating(kind):
+        return _build(kind, path, named)
+    shorten = _build(kind, path, named) or _keep
+    return lambda value: _read_float(shorten(value))
 
 
 def _build(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | None:
@@ -60,6 +91,8 @@ def _build(kind: pa.DataType, path: str, named: Collection[str]) -> Convert | No
         return _build(kind.value_type, path, named)
     if pa.types.is_decimal(kind):
         return _read_decimal
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        return _build_shortener(np.float16 if pa.types.is_float16(kind) else np.float32)
     if pa.types.is_struct(kind):
         return _build_struct(kind, path, named)
     if pa.types.is_map(kind):
@@ -132,6 +165,11 @@ def _build_map(kind: pa.MapType) -> Convert:
 
 def _keep(value: Any) -> Any:
     return value
+
+
+def _build_shortener(number_type: Callable[[float], np.floating[Any]]) -> Convert:
+    """Build the conversion of numbers of less precision: to the shortest that is kept as this."""
+    return lambda value: None if value is None else float(str(number_type(value)))
 
 
 def _read_float(value: float | None) -> float | int | None:

@@ -105,7 +105,7 @@ class ParquetSource:
         group = self._groups[number]
         offset = position - group.first_row
         table = self._table(number).slice(offset, 1)
-        (columns,) = self._rows.read(table)
+        (columns,) = self._rows.read(table, path=group.path)
         return self._columns.read_row(
             columns, f"{group.path}, row {position - group.first_row_of_file}"
         )
@@ -176,7 +176,7 @@ class ParquetSource:
                 for batch in file.iter_batches(
                     BATCH_ROWS, row_groups=[group.number], columns=names
                 ):
-                    for columns in self._rows.read(batch):
+                    for columns in self._rows.read(batch, path=group.path):
                         if self._start <= row < self._stop:
                             yield f"{group.path}, row {row - group.first_row_of_file}", columns
                         row += 1

@@ -33,7 +33,8 @@ JSON_TYPE_NAMES = {
 
 
 def write_label(value: Any, location: str) -> str:
-    """Return a label as text: a number as the file has it, null as no reference.
+    """Return a label as text: a number as the file has it, a time without quotes, null as no
+    reference.
 
     Raises:
         ConfigError: It can't be written; the text names the location.
@@ -42,7 +43,8 @@ def write_label(value: Any, location: str) -> str:
         return ""
     if isinstance(value, str | WrittenFloat):
         return str(value)
-    return write_value(value, location)
+    text = write_value(value, location)
+    return parse_json(text) if text.startswith('"') else text
 
 
 def write_object(fields: Mapping[str, Any], location: str, *, takes_nan: bool) -> str:

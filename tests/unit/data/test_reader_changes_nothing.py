@@ -9,10 +9,12 @@ import base64
 import codecs
 import gzip
 import json
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet as pq
@@ -139,6 +141,13 @@ def test_null_on_the_way_to_a_label_is_no_reference(tmp_path: Path) -> None:
         ),
         (pa.array(["x", None, "y"]).dictionary_encode(), ["x", "", "y"]),
         (pa.array([True, None, False]), ["true", "", "false"]),
+        (pa.array([0.1, 3.14, None], pa.float32()), ["0.1", "3.14", ""]),
+        (pa.array([np.float16(0.1), None, np.float16(2)]), ["0.1", "", "2"]),
+        (pa.array([date(2020, 1, 2), None, date(1, 1, 1)]), ["2020-01-02", "", "0001-01-01"]),
+        (
+            pa.array([1577934245000006, None, None], pa.timestamp("us")),
+            ["2020-01-02T03:04:05.000006", "", ""],
+        ),
     ],
 )
 def test_label_of_parquet_is_the_number_that_the_column_means(
@@ -146,6 +155,32 @@ def test_label_of_parquet_is_the_number_that_the_column_means(
 ) -> None:
     table = pa.table({"prompt": ["a", "b", "c"], "answer": column})
     assert labels(read_table(tmp_path, table)) == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        (pa.array([1], pa.timestamp("ns")), r"column answer of type timestamp\[ns\] can't be read"),
+        (pa.array([3 * 10**17], pa.timestamp("us")), "can't be read: date value out of range"),
+        (pa.array([b"x"]), "row 0: answer holds a bytes"),
+        (pa.array([timedelta(1)]), "row 0: answer holds a timedelta"),
+    ],
+)
+def test_label_without_a_text_is_named(tmp_path: Path, column: pa.Array, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_table(tmp_path, pa.table({"prompt": ["p"], "answer": column}))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["p"]), pa.array(["x"]), pa.array(["y"])]
+    table = pa.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    with pytest.raises(ConfigError, match=r"rows.parquet has two columns answer; rename one"):
+        read_table(tmp_path, table)
+
+
+def test_parquet_without_the_prompt_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"row 0 has no key 'prompt'"):
+        read_table(tmp_path, pa.table({"answer": ["x"]}), metadata_keys=[], answer_key="")
 
 
 def test_whole_floats_of_a_parquet_column_are_integers_in_templates_and_metadata(
