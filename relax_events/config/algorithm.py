@@ -130,7 +130,10 @@ class AlgorithmConfig(Section):
     """Tokens by which `constant_length` divides; 0 is `engine.sampling.max_new_tokens`."""
     kl_coefficient: NonNegative = 0.0
     """Weight of the KL estimate."""
-    kl_base: Literal["reference", "rollout"] = "reference"
+    kl_base: Annotated[
+        Literal["reference", "rollout"],
+        never(f"{IN_FLIGHT}, and lack the reference's log-probabilities or bring idle ones"),
+    ] = "reference"
     """Whether it is the KL to the reference model, which needs the reference role, or to the policy
     that sampled, by the log-probabilities that the engine returned; the latter in the loss."""
     kl_estimator: KlEstimator = "k3"
