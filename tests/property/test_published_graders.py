@@ -66,6 +66,15 @@ def test_gsm8k_pays_what_the_published_rule_pays(
         ("#### 6\nWait. #### 5", 0, 1),
         ("#### \u22125", 0, 0),
         ("#### 5e2", 1, 0),
+        ("#### 5*2", 1, 0),  # a part of an expression
+        ("#### 5 \u00d7 2", 1, 0),
+        ("#### 5-6", 1, 0),
+        ("#### 5 or 6", 1, 0),
+        ("#### 5, 6", 1, 0),
+        ("#### not 5", 0, 0),
+        ("#### 12 - 7 = 5", 0, 1),
+        ("#### 5 of 6", 1, 1),
+        ("#### 5\n- 3 were left", 1, 1),
     ],
 )
 def test_differences_from_the_published_rule_of_gsm8k(

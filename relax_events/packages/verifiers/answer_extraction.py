@@ -16,6 +16,11 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 DOUBLE = re.compile(r"\[([^\[\]]*)\]")
 BARE = re.compile(r"[^\s$.,;]+")
 JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
+CORRECTION = re.compile(
+    r"\b(?:not|wait|no|actually|wrong|incorrect|mistake|sorry|instead|rather)\b|n['\u2019]t\b",
+    re.IGNORECASE,
+)
+"""Words between two boxes by which the second one replaces the first."""
 MAX_TOUCHING, MAX_JOINED, MAX_BOXES = 10, 70, 50
 PLACEHOLDER = re.compile(
     r"[\s.?_\u2026]*|\\[lc]?dots"
@@ -76,8 +81,8 @@ def last_boxes(text: str) -> list[str]:
     same answer, in order.
 
     Boxes belong together if they touch, or if fewer than 70 characters with a comma, a semicolon,
-    "and" or "or" join them. An unclosed last box gives an empty list. A box that holds a
-    placeholder, or that is denied, is no answer and left out.
+    "and" or "or" join them, and no word corrects the first. An unclosed last box gives an empty
+    list. A box that holds a placeholder, or that is denied, is no answer and left out.
 
     Raises:
         RewardError: A box is too long for an answer, or there are too many.
@@ -134,9 +139,9 @@ def _is_answer(text: str, start: int, end: int, content: str) -> bool:
 
 
 def _are_joined(between: str) -> bool:
-    return len(between) < MAX_TOUCHING or (
-        len(between) < MAX_JOINED and JOINS.search(between) is not None
-    )
+    if len(between) >= MAX_JOINED or CORRECTION.search(between):
+        return False
+    return len(between) < MAX_TOUCHING or JOINS.search(between) is not None
 
 
 def _read_box(text: str, start: int) -> tuple[str | None, int]:

@@ -58,6 +58,7 @@ QUALIFIER = re.compile(
     rf"[,;]? ?(?:{TEXT}\{{ ?(?:for|where|with|such that|given that|provided|assuming)\b[^{{}}]*\}}"
     r"|(?<![\w\\])(?:for|where|with|such that|given that|provided|assuming)(?![\w}])|\\forall)"
 )
+CHOICE_LABEL = re.compile(rf"{TEXT}\{{ ?\([A-H]\) ?\}} ?(?=\S)")
 NO_QUALIFIER = re.compile(
     r"\b(?:or|but|(?<!equality )(?:if|when)|otherwise|else|not|for|where|with)\b|;|\\\\"
 )
@@ -68,7 +69,7 @@ def are_equal(answer: str, reference: str) -> bool:
 
     The whole texts are compared first, then as numbers, then by math-verify, with its rules of
     sets, intervals, matrices and equations. If one of them alone has a qualifier behind its value,
-    such as "for all real x", the value is compared.
+    such as "for all real x", or the label of a choice before it, the value is compared.
 
     Raises:
         RewardError: The answer is too long, too deeply nested, or has too large a number to
@@ -110,7 +111,11 @@ def _are_equal_tokens(mine: str, other: str) -> bool | None:
 
 
 def drop_qualifier(text: str) -> str | None:
-    """Return the value before the only qualifier of a tidy text; None if there is no such value."""
+    """Return the value before the only qualifier of a tidy text, or behind the label of a choice;
+    None if there is no such value.
+    """
+    if label := CHOICE_LABEL.match(text):
+        return text[label.end() :]
     match = QUALIFIER.search(text)
     if match is None or not (value := text[: match.start()].strip()):
         return None

@@ -337,12 +337,13 @@ def holds_no_number(text: str) -> bool:
     return TWO_NUMBERS.search(text) is not None or MIXED.search(text) is not None
 
 
-def find_numbers(text: str) -> Iterator[tuple[Fraction, str]]:
-    """Yield each number in prose, with up to 20 characters before it."""
+def find_numbers(text: str) -> Iterator[tuple[Fraction, str, str]]:
+    """Yield each number in prose, with up to 20 characters before it and 60 behind it."""
     text = unify_characters(text)
     for match in NUMBER_IN_PROSE.finditer(text):
         if (value := _read_prose_number(match)) is not None:
-            yield value, text[max(0, match.start() - 20) : match.start()]
+            before = text[max(0, match.start() - 20) : match.start()]
+            yield value, before, text[match.end() : match.end() + 60]
 
 
 def _read_prose_number(match: re.Match[str]) -> Fraction | None:

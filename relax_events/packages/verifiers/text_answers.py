@@ -28,6 +28,11 @@ OPEN_NUMBER = re.compile(
     re.IGNORECASE,
 )
 """Words before a number that deny it, or leave open which of two is the answer."""
+CONTINUED = re.compile(
+    r"[ \t]*(?:[-+*/^,]|\\(?:times|cdot|div)|(?:or|x)\b|\u6216\u8005?|\u8fd8\u662f)[ \t]*[$(]?\d",
+    re.IGNORECASE,
+)
+"""What stands behind a number that is part of an expression, a range or a list."""
 ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 SQUAD = (
@@ -71,8 +76,10 @@ def gsm8k(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str
     """Give 1 for the right final number, else 0.
 
     The final number stands after `####`; without `####` it is the last number of the text, unless
-    "or" or "not" stands before it. `1,000.0` equals `1000`, and a fraction is one number. Any minus
-    sign counts that follows no number, letter or closing bracket: `10-5` ends with 5.
+    "or" or "not" stands before it. After `####` a part of an expression, such as `5*2` or `5 or 6`,
+    is no number; of `12 - 7 = 5` it is the 5. `1,000.0` equals `1000`, and a fraction is one
+    number. Any minus sign counts that follows no number, letter or closing bracket: `10-5` ends
+    with 5.
 
     Raises:
         ValueError: The sample has no reference answer, or one without a number.
@@ -111,11 +118,19 @@ def f1(completion: str, *, answer: str, metadata: dict[str, Any], prompt: str) -
 
 
 def final_number(text: str) -> Fraction | None:
-    """Find the first number after the last `####`, or else the last number."""
+    """Find the first number after the last `####`, or else the last number.
+
+    After `####` a number that is part of an expression or a list is none, except the last side of
+    an equation.
+    """
     _, mark, tail = text.rpartition(FINAL_ANSWER_MARK)
     if mark:
-        return next((value for value, _ in find_numbers(tail)), None)
-    *_, (value, before) = [(None, ""), *find_numbers(tail)]
+        value, before, behind = next(find_numbers(tail), (None, "", ""))
+        if CONTINUED.match(behind):
+            side = behind.partition("\n")[0].rpartition("=")[2]
+            value = next(find_numbers(side), (None,))[0] if "=" in behind else None
+    else:
+        *_, (value, before, _) = [(None, "", ""), *find_numbers(tail)]
     return None if OPEN_NUMBER.search(before) else value
 
 

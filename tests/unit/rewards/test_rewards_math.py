@@ -560,3 +560,28 @@ def test_form_of_tags_and_place_of_the_answer_are_options(
         "format": has_form,
         "tags": tags,
     }
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{\text{(B)}\ 5}", "5", 1.0),
+        (r"\boxed{\textbf{(B) }5}", "5", 1.0),
+        (r"$\boxed{\mathrm{(E)}\ \frac{1}{2}}$", "1/2", 1.0),
+        (r"\boxed{\text{(B)}\ 5}", r"\text{(B)}\ 5", 1.0),
+        (r"\boxed{\text{(B)}\ 5}", r"\text{(C)}\ 5", 0.0),
+        (r"\boxed{\text{(B)}}", "B", 1.0),
+        (r"\boxed{\text{(B)}}", "5", 0.0),
+        (r"\boxed{\text{(B) or (C)} 5}", "5", 0.0),
+        (r"\boxed{3}... wait, that's not right. \boxed{4}", "4", 1.0),
+        (r"\boxed{3}... wait, that's not right. \boxed{4}", "3", 0.0),
+        (r"\boxed{3}, no, \boxed{4}", "4", 1.0),
+        (r"It is \boxed{3}, or rather \boxed{4}", "3", 0.0),
+        (r"\boxed{3} and \boxed{4}", "3, 4", 1.0),
+        (r"\boxed{3} and \boxed{4}", "4", 0.0),
+    ],
+)
+def test_label_before_a_value_and_a_corrected_box_are_no_answer(
+    completion: str, answer: str, reward: float
+) -> None:
+    assert call(math, completion, answer) == reward
