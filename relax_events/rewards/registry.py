@@ -315,7 +315,8 @@ def check_options(
         if first["type"] == "missing":
             raise ConfigError(
                 f"{name} needs {option_path}, which no call gives and reward.options does not "
-                f"set; where it is a column of the rows, read metadata[{option_path!r}], or set "
+                f"set; the completion is the first parameter, of any name. Where {option_path} "
+                f"is a column of the rows, read metadata[{option_path!r}], or set "
                 f"data.answer_key = {option_path!r} and call the parameter answer. {CALL_TEXT}"
             ) from None
         raise ConfigError(

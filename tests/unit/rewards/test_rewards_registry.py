@@ -172,6 +172,11 @@ def test_reward_function_takes_only_the_arguments_that_it_names(
             r"score needs ground_truth, .* read metadata\['ground_truth'\], or set data.answer_key",
         ),
         (
+            "def score(prompts, completions, **kwargs): pass",
+            {},
+            "needs completions, .* the completion is the first parameter, of any name",
+        ),
+        (
             "score = type('Score', (), {'__call__': lambda *a, **k: 1})()",
             {},
             "is a Score; it must be a function",
