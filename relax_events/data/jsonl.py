@@ -16,7 +16,7 @@ from relax_events.config import RowsConfig
 from relax_events.data.columns import ColumnReader
 from relax_events.data.rows import InvalidRows, PromptRow
 from relax_events.errors import ConfigError
-from relax_events.events.json_text import WrittenFloat, decode_json
+from relax_events.events.json_text import RepeatedKey, WrittenFloat, build_object, decode_json
 from relax_events.regular_files import open_regular
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -176,13 +176,17 @@ class JsonlSource:
         location = f"{self._path}:{number}"
         try:
             columns = decode_json(
-                line.removeprefix(codecs.BOM_UTF8).decode(), parse_float=WrittenFloat
+                line.removeprefix(codecs.BOM_UTF8).decode(),
+                parse_float=WrittenFloat,
+                object_pairs_hook=build_object,
             )
         except UnicodeDecodeError as error:
             raise ConfigError(
                 f"{location} is not UTF-8: byte {error.object[error.start]:#04x} at position "
                 f"{error.start + 1}; convert the file to UTF-8"
             ) from None
+        except RepeatedKey as error:
+            raise ConfigError(f"{location}: {error}; keep one of them") from None
         except ValueError as error:
             raise ConfigError(
                 f"{location} is not JSON: {error}; each line must be one JSON object"

@@ -26,7 +26,14 @@ from hashlib import blake2b
 from types import NoneType
 from typing import Any, NoReturn
 
-from relax_events.events.json_text import TOO_DEEP, decode_begin, decode_json, parse_json
+from relax_events.events.json_text import (
+    TOO_DEEP,
+    RepeatedKey,
+    build_object,
+    decode_begin,
+    decode_json,
+    parse_json,
+)
 
 Call = tuple[str, Mapping[str, Any]]
 """A tool's name, and its arguments."""
@@ -127,7 +134,7 @@ def read_json(text: str) -> Any:
         MalformedCall: It is none, is nested too deep, or an object has a key twice.
     """
     with _named_reasons():
-        return decode_json(text, parse_constant=_refuse_constant, object_pairs_hook=_build_object)
+        return decode_json(text, parse_constant=_refuse_constant, object_pairs_hook=build_object)
 
 
 @contextmanager
@@ -135,6 +142,8 @@ def _named_reasons() -> Iterator[None]:
     """Raise errors of the JSON decoder as MalformedCall."""
     try:
         yield
+    except RepeatedKey:
+        raise MalformedCall("key_twice") from None
     except ValueError as error:
         is_deep = str(error) == TOO_DEEP
         raise MalformedCall("nested_too_deep" if is_deep else "not_json") from None
@@ -142,12 +151,6 @@ def _named_reasons() -> Iterator[None]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(name)
-
-
-def _build_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if len(value := dict(pairs)) < len(pairs):
-        raise MalformedCall("key_twice")
-    return value
 
 
 def _read_call(call: Any) -> Call:
@@ -292,7 +295,7 @@ def _read_llama3(text: str, schemas: Schemas) -> list[Call]:
     return _read_calls(values)
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_build_object)
+DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=build_object)
 SEMICOLON = re.compile(r"\s*+(?:;\s*+|\Z)")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -22,6 +23,10 @@ TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 LARGE_INTEGER = b"0" * 19
 """The digits of every integer that orjson does not read exactly, as zeros."""
 PLAIN_TYPES = frozenset({str, int, bool, type(None)})
+
+
+class RepeatedKey(ValueError):
+    """An object has a key twice."""
 
 
 class WrittenFloat(float):
@@ -72,6 +77,19 @@ def decode_begin(text: str, start: int, *, decoder: json.JSONDecoder) -> tuple[A
     """
     with _named_errors():
         return decoder.raw_decode(text, start)
+
+
+def build_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as the hook of a decoder for objects.
+
+    Raises:
+        RepeatedKey: It has a key twice.
+    """
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise RepeatedKey(f"key {names.most_common(1)[0][0]!r} occurs twice")
+    return value
 
 
 @contextmanager

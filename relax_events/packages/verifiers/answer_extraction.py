@@ -34,7 +34,8 @@ DENIAL = re.compile(
 )
 ALTERNATIVE = re.compile(r"\bor[\s:$*\\(\[]*$", re.IGNORECASE)
 LATER_DENIAL = re.compile(
-    r"[\s$*.,\\)\]]*(?:is|was|would be|can)\s*(?:not|n['\u2019]t|wrong|incorrect|false)\b",
+    r"[\s$*.,\\)\]]*(?:(?:is|was|would be|can)\s*(?:not|n['\u2019]t|wrong|incorrect|false)\b"
+    r"|\?\s*(?:no|not|wrong|incorrect)\b)",
     re.IGNORECASE,
 )
 

@@ -20,7 +20,7 @@ from relax_events.packages.verifiers.math_numbers import (
     split_unit,
     to_algebra,
     unify_characters,
-    write_scales,
+    write_latex,
 )
 from relax_events.packages.verifiers.math_plain_syntax import plain_expression
 
@@ -37,7 +37,11 @@ NOISE = re.compile(
     r"\\(?:left|right|displaystyle|bigg?[lr]?|Bigg?[lr]?|bf|rm)(?![a-zA-Z])"
     r"|\\[!$]|(?<!\\)\\[()\[\]]|[$]"
 )
-LEADING = re.compile(rf"(?:=|\\approx(?![a-zA-Z])|{TEXT}\{{ ?(?:approximately|about) ?\}}) ?")
+LEADING = re.compile(
+    rf"(?:=|\\approx(?![a-zA-Z])|{TEXT}\{{ ?(?:approximately|about"
+    r"|(?:the )?(?:final |correct )?answer(?: is)? ?:?) ?\}) ?",
+    re.IGNORECASE,
+)
 REPEATING = re.compile(r"(?<=[\d.])\\bar(?![a-zA-Z])|(?<=\d\.)(?=\(\d+\)$)")
 COLOR = re.compile(r"\\(?:textcolor|color)\s*\{\w*\}")
 DEGREES = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![a-zA-Z]))|\\degree(?![a-zA-Z])")
@@ -55,8 +59,10 @@ WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 LONG_WORD = re.compile(r"\\text|[^\W\d_]{4}|[^\W\d_]\s+[^\W\d_]")
 """A shorter word can be a product of symbols."""
 QUALIFIER = re.compile(
-    rf"[,;]? ?(?:{TEXT}\{{ ?(?:for|where|with|such that|given that|provided|assuming)\b[^{{}}]*\}}"
-    r"|(?<![\w\\])(?:for|where|with|such that|given that|provided|assuming)(?![\w}])|\\forall)"
+    rf"[,;]? ?(?:{TEXT}\{{[,; ]*(?:for|where|with|such that|given that|provided|assuming)\b"
+    r"[^{}]*\}|(?<![\w\\])(?:for|where|with|such that|given that|provided|assuming)(?![\w}])"
+    r"|\\forall)"
+    r"|[,;] ?(?=[a-zA-Z] ?\\in(?![a-zA-Z]))"
 )
 CHOICE_LABEL = re.compile(rf"{TEXT}\{{ ?\([A-H]\) ?\}} ?(?=\S)")
 NO_QUALIFIER = re.compile(
@@ -119,8 +125,8 @@ def drop_qualifier(text: str) -> str | None:
     match = QUALIFIER.search(text)
     if match is None or not (value := text[: match.start()].strip()):
         return None
-    condition = match[0].lstrip(",; ").partition("{")[2] or match[0]
-    rest = WRAPPED.sub(r" \1 ", condition.split(maxsplit=1)[-1] + text[match.end() :])
+    condition = (match[0].partition("{")[2] or match[0]).lstrip(",; ")
+    rest = WRAPPED.sub(r" \1 ", condition.partition(" ")[2] + text[match.end() :])
     return None if NO_QUALIFIER.search(rest) else value
 
 
@@ -130,7 +136,7 @@ def tidy(text: str) -> str:
     and fractions, no `$`, `\left`, colors, degrees, full stop or separators of thousands.
     """
     text = NO_SPACE.sub("", unify_characters(text[: MAX_ANSWER_CHARACTERS + 1]))
-    text = write_scales(text)
+    text = write_latex(text)
     text = DEGREES.sub(
         "", COLOR.sub("", NOISE.sub("", text.replace("{,}", ",").replace("{:}", ":")))
     )

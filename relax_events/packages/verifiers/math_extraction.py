@@ -14,11 +14,12 @@ from relax_events.packages.verifiers.answer_extraction import (
     references,
 )
 from relax_events.packages.verifiers.math_equality import are_equal, normalize
-from relax_events.packages.verifiers.math_numbers import unify_characters, write_scales
+from relax_events.packages.verifiers.math_numbers import unify_characters, write_latex
 from relax_events.packages.verifiers.math_prose import (
     HEDGE,
     clause_values,
     find_runs,
+    is_corrected,
     is_formula,
     split_sentences,
     stated_clauses,
@@ -30,6 +31,7 @@ TAIL_CHARACTERS = 1000
 MAX_TEXT_CHARACTERS = 2000
 MAX_WHOLE_CHARACTERS = 200
 NEGATIVE = re.compile(r"\b(?:negative|minus)\s+(?=\$?[\d\\])", re.IGNORECASE)
+OR = re.compile(r",?\s+or\s+")
 CLOSING = re.compile(r"final answer is\b[^\n]{1,200}?I hope", re.IGNORECASE)
 """Minerva's prompts request this sentence; its answer counts like a box, at any position."""
 
@@ -94,12 +96,12 @@ def find_stated(text: str, answer: str) -> MathFinding:
         RewardError: The answer can't be compared.
     """
     reference_texts = [reference_text(one) for one in references(answer)]
-    text = write_scales(unify_characters(text[-MAX_TEXT_CHARACTERS:])).replace('\\"', '"')
+    text = write_latex(unify_characters(text[-MAX_TEXT_CHARACTERS:])).replace('\\"', '"')
     text = NEGATIVE.sub("-", text)
     tail = _tail(text)
     if len(text) <= MAX_WHOLE_CHARACTERS and _is_whole_answer(text, reference_texts):
         return _compare([strip_edges(text)], "the whole text", reference_texts)
-    clauses = list(stated_clauses(tail))
+    clauses = [] if is_corrected(tail) else list(stated_clauses(tail))
     for clause, is_open in clauses:
         if not is_open or _is_doubtful_reference(clause, reference_texts):
             return _compare(list(clause_values(clause)), "behind 'answer'", reference_texts)
@@ -134,9 +136,17 @@ def _find_nothing(why: str) -> MathFinding:
 
 def _compare(values: Sequence[str], location: str, reference_texts: Sequence[str]) -> MathFinding:
     for value in dict.fromkeys(values):
-        if not BOX.search(value) and any(are_equal(value, one) for one in reference_texts):
+        if not BOX.search(value) and any(_equals(value, one) for one in reference_texts):
             return _build_finding(value, True, location, reference_texts)
     return _build_finding(values[0], False, location, reference_texts)
+
+
+def _equals(value: str, reference: str) -> bool:
+    """Return whether a value equals a reference, or each form that "or" names does."""
+    if are_equal(value, reference):
+        return True
+    forms = OR.split(value)
+    return len(forms) > 1 and all(are_equal(form, reference) for form in forms)
 
 
 def reference_text(reference: str) -> str:

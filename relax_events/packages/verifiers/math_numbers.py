@@ -8,18 +8,23 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from unicodedata import normalize
 
 MAX_INTEGER_DIGITS = 4000
 """Python's `int` refuses more than 4,300 digits by default."""
-SYMBOLS = (
-    "\u00d7\u00f7\u00b7\u22c5\u2264\u2265\u2260\u03c0\u221e\u222a\u00b0\u00b2\u00b3"
-    "\u00bd\u00bc\u00be"
-)
+SYMBOLS = "\u00d7\u00f7\u00b7\u22c5\u2264\u2265\u2260\u03c0\u221e\u222a\u00b0\u2126\u03a9"
 COMMANDS = (
     *(r"\times ", r"\div ", r"\cdot ", r"\cdot ", r"\le ", r"\ge ", r"\neq ", r"\pi ", r"\infty "),
-    *(r"\cup ", r"^\circ ", "^{2}", "^{3}", r"\frac{1}{2}", r"\frac{1}{4}", r"\frac{3}{4}"),
+    *(r"\cup ", r"^\circ ", r"\Omega ", r"\Omega "),
 )
+FRACTION_CODES = (*range(0x00BC, 0x00BF), *range(0x2150, 0x215F))
+"""Of the characters from one quarter to seven eighths."""
 CHARACTERS = {
+    **{
+        code: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", chr(code)).split("\u2044"))
+        for code in FRACTION_CODES
+    },
+    **dict.fromkeys(map(ord, "\u2044\u2215"), "/"),
     **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys(map(ord, "\u2212\ufe63\u207b"), "-"),
     **dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " "),
@@ -28,6 +33,8 @@ CHARACTERS = {
 """Characters that stand for one ASCII character or LaTeX command. U+FF0D is a minus sign of full
 width.
 """
+RAISED_DIGITS = re.compile("\u207b?[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+LOWERED_DIGITS = re.compile("[\u2080-\u2089]+")
 DASH_SIGN = re.compile(r"(?<![0-9A-Za-z)\]}%])[\u2010-\u2014](?=\s?[\d.$\\])")
 """Another dash is a minus sign only before a number and after none: `5\u20137` is a range."""
 UNIT_TABLE = """
@@ -79,7 +86,7 @@ UNIT = rf"""(?:
     |\ (?:{LETTERS}{{4,}}|{SHORT_UNIT}|[mgshlL])(?![\w(=])\.?{RAISED}
     |(?<=\d){SHORT_UNIT}(?![\w(]){RAISED}
     |(?<=\d)(?:[\u3400-\u9fff]+|m(?=\^)){RAISED}
-    |\ ?[\u20ac\u00a3\u00a5\u20b9]
+    |\ ?(?:[\u20ac\u00a3\u00a5\u20b9]|\\Omega(?![a-zA-Z(])\ ?)
     |\ ?/\ ?(?:{LETTERS}+|{TEXT_UNIT}){RAISED}
 )"""
 UNIT_TAIL = re.compile(rf"(?:{UNIT})+$", re.VERBOSE)
@@ -99,6 +106,8 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+PERCENT = re.compile(rf"(?<=\d)\s*(?:{TEXT}\s?\{{\s*percent\s*\}}|percent(?![a-zA-Z]))")
+ROOT = re.compile(r"\u221a\s?(?:(\d+(?:\.\d+)?|[a-zA-Z])|\(([^()]*)\)|(?=\{))")
 SCALED = re.compile(
     rf"(?<=\d)(?P<close>\$)?\s*(?P<open>{TEXT}\{{\s*)?"
     rf"(?P<scale>{'|'.join(SCALES)})(?![a-zA-Z])(?(open)(?P<rest>[^{{}}]*)\}})"
@@ -110,14 +119,15 @@ BASE_NAMES = (
 BASE_WORDS = dict(zip(BASE_NAMES, range(2, 17), strict=True))
 BASED = re.compile(
     rf"(?<![\w.}}])(?:\(([0-9][0-9A-Fa-f]*)\)|([0-9][0-9A-F]*))\ ?_\ ?"
-    rf"(?:\{{\ ?\(?(?:{TEXT}\{{\ ?)?(\d+|[a-z]{{3,}})\ ?\}}?\)?\ ?\}}|([2-9]))(?!\w)"
+    rf"(?:\{{\ ?\(?(?:{TEXT}\{{\ ?)?(?:base\ )?\}}?\ ?(\d+|[a-z]{{3,}})\ ?\}}?\)?\ ?\}}"
+    r"|([2-9]))(?!\w)"
 )
 MIXED = re.compile(
     rf"(?<![\w.^}}])({WHOLE})(?:\ ?\\frac\{{(\d+)\}}\{{(\d+)\}}|\ (\d+)\ ?/\ ?(\d+))(?![\d.])"
 )
 REPEATED = re.compile(r"(?<![\w.])(\d*\.\d*)\\overline\{(\d{1,30})\}")
 NUMBER_IN_PROSE = re.compile(
-    r"""(?<!\d)(?<!\d\.)(?<!\bm)(?<!\b[ck]m)
+    r"""(?<!\d)(?<!\d\.)(?<!\bm)(?<!\b[ck]m)(?<![\^_])(?<![\^_]\{)
     (?:(?:(?<=[=:(#])|^)\s*(?P<loose>[-+])\s*|(?<![0-9A-Za-z_)\]}%])(?P<close>[-+]))?
     (?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])?\s?
     (?:(?P<whole>\d+)\ (?=\d+/\d))?
@@ -127,6 +137,7 @@ NUMBER_IN_PROSE = re.compile(
     ),
     re.VERBOSE,
 )
+PROSE_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 TWO_NUMBERS = re.compile(r"(?<![_^])\d \.?\d")
 
 
@@ -148,9 +159,14 @@ class Number:
         return self.places is None and self.value.denominator == 1
 
 
-def write_scales(text: str) -> str:
-    """Write "5 million" as `5e6`."""
-    return SCALED.sub(_write_scale, text)
+def write_latex(text: str) -> str:
+    r"""Write "5 million" as `5e6`, "5 percent" as `5\%`, and roots as `\sqrt`."""
+    return SCALED.sub(_write_scale, PERCENT.sub(r"\\%", ROOT.sub(_write_root, text)))
+
+
+def _write_root(match: re.Match[str]) -> str:
+    content = match[1] or match[2]
+    return r"\sqrt" if content is None else rf"\sqrt{{{content}}}"
 
 
 def _write_scale(match: re.Match[str]) -> str:
@@ -162,7 +178,15 @@ def unify_characters(text: str) -> str:
     """Replace characters of full width, minus signs and mathematical characters by the ASCII
     character or LaTeX command that they stand for.
     """
-    return text if text.isascii() else DASH_SIGN.sub("-", text.translate(CHARACTERS))
+    if text.isascii():
+        return text
+    text = RAISED_DIGITS.sub(lambda match: f"^{{{_write_digits(match[0])}}}", text)
+    text = LOWERED_DIGITS.sub(lambda match: f"_{{{_write_digits(match[0])}}}", text)
+    return DASH_SIGN.sub("-", text.translate(CHARACTERS))
+
+
+def _write_digits(text: str) -> str:
+    return normalize("NFKC", text).replace("\u2212", "-")
 
 
 @lru_cache(maxsize=4096)
@@ -339,9 +363,10 @@ def holds_no_number(text: str) -> bool:
 
 def find_numbers(text: str) -> Iterator[tuple[Fraction, str, str]]:
     """Yield each number in prose, with up to 20 characters before it and 60 behind it."""
-    text = unify_characters(text)
+    text = PROSE_FRACTION.sub(r" \1/\2", unify_characters(text))
     for match in NUMBER_IN_PROSE.finditer(text):
-        if (value := _read_prose_number(match)) is not None:
+        is_base = text.startswith("^", match.end())  # of a power
+        if not is_base and (value := _read_prose_number(match)) is not None:
             before = text[max(0, match.start() - 20) : match.start()]
             yield value, before, text[match.end() : match.end() + 60]
 

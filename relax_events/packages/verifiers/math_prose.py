@@ -19,6 +19,11 @@ STATED = re.compile(
     re.IGNORECASE,
 )
 """The words before an answer: "answer is", "answer:", and the same in Chinese."""
+CORRECTION = re.compile(
+    r"\W*(?:actually|wait|sorry|oops|correction|scratch\s+that|hold\s+on|no(?=[,.!]))\b",
+    re.IGNORECASE,
+)
+"""The first words of a sentence that takes the answer before it back."""
 DISPLAY = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]", re.DOTALL)
 SPAN = re.compile(
     r"\\begin\{.+?\\end\{[^{}]*\}|\$\$.+?\$\$|\$(?!\s)(?:[^$\n]*?[^\s$\\])?\$(?!\d)|\\\(.+?\\\)|\\\[.+?\\\]",
@@ -63,7 +68,8 @@ LEAD_IN = re.compile(
 EXPLANATION = re.compile(
     r"[,;:]?\s+(?:which|because|since|as|so|where|for|with|by|i\.e|that\s+is|not|rather\s+than"
     r"|instead\s+of|obtained|using|after|from|hence|therefore|thus)\b"
-    r"|,\s+(?:a|an|the|and\s+(?:this|that|it|we|so|hence|therefore|thus))\b|\s+\((?=[A-Za-z]{2})"
+    r"|,\s+(?:a|an|the|and\s+(?:this|that|it|we|so|hence|therefore|thus))\b"
+    r"|\s+\((?=[A-Za-z]{2})|(?<=[a-z]{4})(?<!sqrt)(?<!(?:sin|cos|tan)h)\s+\("
     r"|,\s+(?:it|this|that|there|they|we)\b|(?:;|\s[-\u2013\u2014]+)\s+(?!or\b|and\b)(?=[A-Za-z]{2})",
     re.IGNORECASE,
 )
@@ -135,6 +141,12 @@ def stated_clauses(text: str) -> Iterator[tuple[str, bool]]:
         if clause:
             _, value = _split_head(clause)
             yield clause, bool(mark["hedge"] or HEDGE.search(before) or HEDGE.search(value))
+
+
+def is_corrected(text: str) -> bool:
+    """Return whether a sentence behind the last "answer is" of a text takes it back."""
+    *_, end = [len(text), *(mark.end() for mark in STATED.finditer(text))]
+    return any(map(CORRECTION.match, split_sentences(text[end:])[1:]))
 
 
 def clause_values(clause: str) -> Iterator[str]:

@@ -327,6 +327,8 @@ def test_byte_order_mark_is_no_part_of_a_row(tmp_path: Path, content: bytes) -> 
             ROW.replace('"p"', '[{"role": "user", "tool_calls": [NaN]}]').encode(),
             "a tool call without a function's name",
         ),
+        (ROW.replace("}", ', "p": 1, "p": 1}').encode(), "rows.jsonl:1: key 'p' occurs twice"),
+        (ROW.replace("}", ', "d": [{"x": 1, "x": 2}]}').encode(), "key 'x' occurs twice; keep one"),
         (("[" * 100_000).encode(), "rows.jsonl:1 is not JSON: it is nested too deep"),
         (
             ROW.replace('"é"', "[" * 300 + "]" * 300).encode(),

@@ -98,16 +98,21 @@ def test_open_r1_puts_the_image_before_the_question(tmp_path: Path) -> None:
     )
     assert [item.read(config.model.media) for item in row.media] == [image]
     assert orjson.loads(row.metadata) == {"original_answer": "The answer is B"}
-    assert reward_of(config, row, "<think>equal sides</think><answer>B</answer>") == {
-        "accuracy": 1.0,
-        "format": 1.0,
+    rewards = {
+        completion: reward_of(config, row, completion)
+        for completion in (
+            "<think>equal sides</think><answer>B</answer>",
+            "<think>equal sides</think><answer>A</answer>",
+            "it is <answer>B</answer>",
+            "B",
+        )
     }
-    assert reward_of(config, row, "<think>equal sides</think><answer>A</answer>") == {
-        "accuracy": 0.0,
-        "format": 1.0,
-    }
-    assert reward_of(config, row, "it is <answer>B</answer>") == {"accuracy": 1.0, "format": 0.0}
-    assert reward_of(config, row, "B") == {"accuracy": 0.0, "format": 0.0}
+    assert [(one["accuracy"], one["format"]) for one in rewards.values()] == [
+        (1.0, 1.0),
+        (0.0, 1.0),
+        (1.0, 0.0),
+        (0.0, 0.0),
+    ]
 
 
 def test_avqa_puts_image_and_audio_before_question_and_options(tmp_path: Path) -> None:

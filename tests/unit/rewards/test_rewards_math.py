@@ -585,3 +585,54 @@ def test_label_before_a_value_and_a_corrected_box_are_no_answer(
     completion: str, answer: str, reward: float
 ) -> None:
     assert call(math, completion, answer) == reward
+
+
+WRITTEN = [
+    ("\\boxed{3}? No.", "3", 0.0),
+    ("\\boxed{3}? Yes.", "3", 1.0),
+    ("The answer is 3. Actually, it is 4.", "3", 0.0),
+    ("The answer is 3. Actually, it is 4.", "4", 1.0),
+    ("\\boxed{\\textbf{(B)}\\ 5}", "5", 1.0),
+    ("\\boxed{12 percent}", "12\\%", 1.0),
+    ("\\boxed{12\\text{ percent}}", "12\\%", 1.0),
+    ("\\boxed{\u221a2}", "\\sqrt{2}", 1.0),
+    ("\\boxed{2\u221a3}", "2\\sqrt{3}", 1.0),
+    ("\\boxed{2\u221a(3+1)}", "4", 1.0),
+    ("\\boxed{1\u20442}", "\\frac12", 1.0),
+    ("\\boxed{\u2153}", "\\frac13", 1.0),
+    ("\\boxed{2\u2153}", "\\frac73", 1.0),
+    ("\\boxed{x\u2074}", "x^4", 1.0),
+    ("\\boxed{10\u207b\xb3}", "0.001", 1.0),
+    ("\\boxed{2516\u2088}", "2516_8", 1.0),
+    ("\\boxed{2516_{\\text{base }8}}", "2516_8", 1.0),
+    ("\\boxed{5\\,\\Omega}", "5", 1.0),
+    ("\\boxed{5 \u03a9}", "5", 1.0),
+    ("\\boxed{\\text{The answer is } 5}", "5", 1.0),
+    ("\\boxed{k\\pi, k\\in\\mathbb{Z}}", "k\\pi", 1.0),
+    ("\\boxed{k\\pi, k\\in\\mathbb{Z}}", "2k\\pi", 0.0),
+    ("\\boxed{x\\ge 1\\text{, with }x>0}", "x\\ge 1", 1.0),
+    ("Answer: 42 apples (6 * 7)", "42", 1.0),
+    ("Answer: 42 apples (6 * 7)", "7", 0.0),
+    ("The answer is $\\frac12$, or 50%", "1/2", 1.0),
+    ("The answer is $\\frac12$, or 40%", "1/2", 0.0),
+    ("\\boxed{3}. Hmm, not 3. So \\boxed{4}", "4", 1.0),
+    ("The answer is 3. Wait, let me check: 1+2 = 3. Yes.", "3", 1.0),
+    ("x\\in(0,1)", "(0,1)", 1.0),
+    ("The answer is sin (2x)", "\\sin(2x)", 1.0),
+    ("The answer is 5!. Actually 5! is 120.", "120", 1.0),
+    ("The answer is sqrt (5)", "\\sqrt5", 1.0),
+    ("The answer is 3. No other number works.", "3", 1.0),
+    ("Answer: x = 2 or 2.0", "2", 1.0),
+    ("Answer: 2 or 3", "2", 0.0),
+    ("\\boxed{5 m\xb2}", "5", 1.0),
+    ("\\boxed{\\text{The answer is not } 5}", "5", 0.0),
+    ("\\boxed{\xbd}", "0.5", 1.0),
+    ("The answer is 2\xbd", "5/2", 1.0),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer", "reward"), WRITTEN)
+def test_answers_are_read_as_people_and_models_write_them(
+    completion: str, answer: str, reward: float
+) -> None:
+    assert call(math, completion, answer) == reward

@@ -83,6 +83,11 @@ def test_gsm8k_compares_the_final_numbers(completion: str, reward: float) -> Non
         ("1,00,000 rupees", "100000"),
         ("1,2,3", "3"),
         ("5 m2", "5"),
+        ("5 m\u00b2", "5"),
+        ("2\u00bd cups", "5/2"),
+        (r"so \frac{1}{2}", "1/2"),
+        ("12 g of H\u2082O", "12"),
+        ("1000 = 10^3", "1000"),
     ],
 )
 def test_gsm8k_reads_a_number_as_one_token(completion: str, answer: str) -> None:
@@ -91,7 +96,19 @@ def test_gsm8k_reads_a_number_as_one_token(completion: str, answer: str) -> None
 
 @pytest.mark.parametrize(
     "completion",
-    ["1 or 2", "not 2", "it isn't 2", "1/2", "\u22122", "1\u6216\u80052", "3 2/5", "1,002"],
+    [
+        "1 or 2",
+        "not 2",
+        "x^2",
+        "5 = 5^{2}",
+        "H_2O",
+        "it isn't 2",
+        "1/2",
+        "\u22122",
+        "1\u6216\u80052",
+        "3 2/5",
+        "1,002",
+    ],
 )
 def test_gsm8k_takes_no_part_of_a_number_and_no_denied_one(completion: str) -> None:
     assert call(gsm8k, completion, "2") == 0.0
