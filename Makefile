@@ -40,7 +40,7 @@ quickstart: setup ## Train a tiny model on this machine, every role its own proc
 PYTEST := $(BIN)/python -m pytest -q -n 2
 WHOLE := -m "long or not long"
 SERVERS := --dist loadfile --no-loadscope-reorder --leftovers=report
-test: setup ## The gate, at most ten minutes on two quiet cores: the quick tests, and of the others those that tests/gate.py lists
+test: setup ## The gate, about fifteen minutes on two quiet cores: the quick tests, and of the others those that tests/gate.py lists
 	$(PYTEST) --dist worksteal -m "gate and not long" tests/unit tests/property tests/component
 	$(PYTEST) $(SERVERS) -m "gate and not long and not sglang" tests/engines tests/e2e tests/integration tests/fault
 
