@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any
 
 from relax_events.events.json_text import (
     TOO_DEEP,
@@ -33,6 +33,7 @@ from relax_events.events.json_text import (
     decode_begin,
     decode_json,
     parse_json,
+    refuse_constant,
 )
 
 Call = tuple[str, Mapping[str, Any]]
@@ -134,7 +135,7 @@ def read_json(text: str) -> Any:
         MalformedCall: It is none, is nested too deep, or an object has a key twice.
     """
     with _named_reasons():
-        return decode_json(text, parse_constant=_refuse_constant, object_pairs_hook=build_object)
+        return decode_json(text, parse_constant=refuse_constant, object_pairs_hook=build_object)
 
 
 @contextmanager
@@ -147,10 +148,6 @@ def _named_reasons() -> Iterator[None]:
     except ValueError as error:
         is_deep = str(error) == TOO_DEEP
         raise MalformedCall("nested_too_deep" if is_deep else "not_json") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)
 
 
 def _read_call(call: Any) -> Call:
@@ -295,7 +292,7 @@ def _read_llama3(text: str, schemas: Schemas) -> list[Call]:
     return _read_calls(values)
 
 
-DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=build_object)
+DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=build_object)
 SEMICOLON = re.compile(r"\s*+(?:;\s*+|\Z)")
 
 

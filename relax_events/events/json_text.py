@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
@@ -57,7 +57,7 @@ def parse_json(text: str) -> Any:
             return orjson.loads(content)
     except ValueError:  # Python's decoder names what is wrong
         pass
-    value = decode_json(text, parse_constant=_refuse_constant)
+    value = decode_json(text, parse_constant=refuse_constant)
     if "\\u" in text:
         format_json(value).encode()  # refuses a lone surrogate
     return value
@@ -109,7 +109,12 @@ def _build_decoder(**hooks: Any) -> json.JSONDecoder:
     return json.JSONDecoder(**hooks)
 
 
-def _refuse_constant(name: str) -> Any:
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN and infinity, as the hook of a decoder for constants.
+
+    Raises:
+        ValueError: Always.
+    """
     raise ValueError(f"{name} is no number of JSON")
 
 

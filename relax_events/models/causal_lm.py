@@ -91,8 +91,8 @@ def require_all_tensors(path: Path, *, loader: Any, needs_head: bool = True) -> 
 
 
 def _load_whole(path: Path, loader: Any, *, needs_head: bool, **settings: Any) -> Any:
-    """Load a model, and refuse tensors of transformers' own making: it draws those at random that
-    the folder lacks, in each process others.
+    """Load a model, and refuse tensors of transformers' own making: it fills those with random
+    values that the folder lacks, in each process with others.
     """
     if not (path / "config.json").is_file():
         raise ConfigError(

@@ -10,29 +10,20 @@ from typing import Any, NoReturn
 from unicodedata import normalize
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet as pq
+from row_files import SHOWS_ALL, read_written_row, write_text
 
 from relax_events.attacks.gateway_session import open_session
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sft_targets import tokenize_targets
-from relax_events.data.sources import open_source
 from relax_events.engines.protocol import GenerationRequest
 from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
 from relax_events.packages.gateway.chat_dialect import ChatCall
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 Message = dict[str, Any]
 compose = partial(normalize, "NFC")
 """As the tokenizer composes characters."""
@@ -86,7 +77,7 @@ def talks(draw: st.DrawFn) -> list[Message]:
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
     """Return a renderer whose template shows every field."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "own.jinja").write_text(TEMPLATE)
+    (folder / "own.jinja").write_text(SHOWS_ALL)
     train_tokenizer(["look"]).save_pretrained(folder)
     config = DataConfig(source="http", chat_template_file=folder / "own.jinja")
     return PromptRenderer.from_folder(folder, config)
@@ -114,16 +105,13 @@ def level(message: Message) -> Message:
 def read_both(row: dict[str, Any], **keys: Any) -> list[PromptRow]:
     """Read a row from JSON lines and from Parquet."""
     with TemporaryDirectory() as name:
-        lines, table = Path(name, "rows.jsonl"), Path(name, "rows.parquet")
-        lines.write_text(json.dumps(row) + "\n")
         levels = {
             key: value if isinstance(value, str) else [level(message) for message in value]
             for key, value in row.items()
         }
-        pq.write_table(pa.Table.from_pylist([levels]), table)
         return [
-            open_source(DataConfig.model_validate({"source": source, **keys}), seed=0).row(0)
-            for source in (f"jsonl:{lines}", f"parquet:{table}")
+            read_written_row(Path(name), written, kind, **keys)
+            for kind, written in (("jsonl", row), ("parquet", levels))
         ]
 
 
@@ -158,7 +146,7 @@ def test_whole_messages_reach_the_prompt_by_every_way(
         "<|im_end|>\n"
         for one in history
     )
-    shown = renderer.completion_text(asked, skip_special_tokens=False)
+    shown = write_text(renderer, asked)
     assert shown == compose(f"{expected}<|im_start|>assistant\n")
     for row in read_both({"prompt": history, "answer": "x"}):
         np.testing.assert_array_equal(renderer.row_tokens(row.messages), asked)
@@ -174,7 +162,7 @@ def test_whole_turns_are_targets(
     for row in read_both({"talk": talk}, conversation_key="talk", train_on=train_on):
         (target,) = tokenize_targets(row, renderer=renderer)
         trained = target.tokens[target.loss_mask == 1]
-        assert renderer.completion_text(trained, skip_special_tokens=False) == "".join(
+        assert write_text(renderer, trained) == "".join(
             compose(f"{text}<|im_end|>") for text in expected
         )
 
@@ -191,7 +179,7 @@ def test_a_started_turn_is_continued_by_every_way(
     talk = [*history, {"role": "assistant", "content": begun}]
     call = ChatCall.model_validate({"messages": talk})
     asked = renderer.prompt_tokens(call.history(open_session(renderer, refuse)))
-    shown = renderer.completion_text(asked, skip_special_tokens=False)
+    shown = write_text(renderer, asked)
     (started,) = (plain_text(one) for one in talk[-1:])
     end = f"{plain_text(last)}<|im_end|>\n<|im_start|>assistant\n{started}"
     assert shown.endswith(compose(end))

@@ -11,17 +11,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet as pq
+from row_files import read_written_row, write_text
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sft_targets import tokenize_targets
-from relax_events.data.sources import open_source
 from relax_events.errors import PoisonSample
 from relax_events.packages.examples.tiny_models import make_tiny
 
@@ -95,17 +93,7 @@ def list_texts(message: Message) -> list[str]:
 
 def read(row: Message, kind: str, **keys: Any) -> PromptRow:
     with TemporaryDirectory() as name:
-        path = Path(name, f"rows.{kind}")
-        if kind == "parquet":
-            pq.write_table(pa.Table.from_pylist([row]), path)
-        else:
-            path.write_text(json.dumps(row) + "\n")
-        source = DataConfig.model_validate({"source": f"{kind}:{path}", **keys})
-        return open_source(source, seed=0).row(0)
-
-
-def as_text(renderer: PromptRenderer, tokens: Any) -> str:
-    return renderer.completion_text(tokens, skip_special_tokens=False)
+        return read_written_row(Path(name), row, kind, **keys)
 
 
 def require_all(texts: list[str], text: str) -> None:
@@ -132,7 +120,7 @@ def test_every_text_reaches_the_prompt_and_a_begun_turn_is_continued(
 ) -> None:
     prompt = talk if begun is None else [*talk, {"role": "assistant", "content": begun}]
     row = read({"prompt": prompt, "answer": "x"}, choose_format(talk, kind))
-    text = as_text(renderers["whole"], renderers["whole"].row_tokens(row.messages))
+    text = write_text(renderers["whole"], renderers["whole"].row_tokens(row.messages))
     require_all([part for message in talk for part in list_texts(message)], text)
     assert text.count("<|im_start|>") == len(talk) + 1
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n" if begun is None else begun)
@@ -145,7 +133,7 @@ def test_every_text_of_an_answer_is_a_target(
 ) -> None:
     row = read({"chat": talk}, choose_format(talk, kind), conversation_key="chat")
     (target,) = tokenize_targets(row, renderer=renderers["whole"])
-    learned = as_text(renderers["whole"], target.tokens[target.loss_mask.astype(bool)])
+    learned = write_text(renderers["whole"], target.tokens[target.loss_mask.astype(bool)])
     answers = [message for message in talk if message["role"] == "assistant"]
     require_all([part for message in answers for part in list_texts(message)], learned)
     for message in talk:
@@ -164,7 +152,7 @@ def test_both_answers_of_a_pair_are_targets(
     row = read(pair, choose_format(talk, kind), **keys)
     targets = tokenize_targets(row, renderer=renderers["whole"])
     for target, answer in zip(targets, (talk[-1], other[-1]), strict=True):
-        learned = as_text(renderers["whole"], target.tokens[target.loss_mask.astype(bool)])
+        learned = write_text(renderers["whole"], target.tokens[target.loss_mask.astype(bool)])
         require_all(list_texts(answer), learned)
 
 
@@ -183,7 +171,7 @@ def test_talk_is_refused_by_a_field_exactly_if_the_template_leaves_it_out(
     if not hidden:
         require_all(
             [part["content"] for part in talk],
-            as_text(renderers["plain"], renderers["plain"].row_tokens(row.messages)),
+            write_text(renderers["plain"], renderers["plain"].row_tokens(row.messages)),
         )
         return
     with pytest.raises(PoisonSample) as caught:

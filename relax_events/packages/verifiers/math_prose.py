@@ -19,7 +19,7 @@ STATED = re.compile(
     re.IGNORECASE,
 )
 """The words before an answer: "answer is", "answer:", and the same in Chinese."""
-CORRECTION = re.compile(
+RETRACTION = re.compile(
     r"\W*(?:actually|wait|sorry|oops|correction|scratch\s+that|hold\s+on|no(?=[,.!]))\b",
     re.IGNORECASE,
 )
@@ -146,7 +146,7 @@ def stated_clauses(text: str) -> Iterator[tuple[str, bool]]:
 def is_corrected(text: str) -> bool:
     """Return whether a sentence behind the last "answer is" of a text takes it back."""
     *_, end = [len(text), *(mark.end() for mark in STATED.finditer(text))]
-    return any(map(CORRECTION.match, split_sentences(text[end:])[1:]))
+    return any(map(RETRACTION.match, split_sentences(text[end:])[1:]))
 
 
 def clause_values(clause: str) -> Iterator[str]:

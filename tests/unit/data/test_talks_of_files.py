@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet as pq
+from row_files import SHOWS_ALL, read_written_row, write_text
 
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.data.rows import PromptRow
 from relax_events.data.sft_targets import tokenize_targets
-from relax_events.data.sources import open_source
 from relax_events.packages.examples.tiny_models import make_tiny
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name }}\n"
-    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}"
-    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ASK = {"role": "user", "content": "is it warm?"}
 REPLY = {"role": "tool", "name": "weather", "content": "22 degrees"}
 CALL_TEXT = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
@@ -33,24 +22,10 @@ CALL_TEXT = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "own.jinja").write_text(TEMPLATE)
+    (folder / "own.jinja").write_text(SHOWS_ALL)
     model = make_tiny(folder / "tiny", corpus=["abc"], hidden_size=32, num_layers=1)
     config = DataConfig(source="jsonl:x", chat_template_file=folder / "own.jinja")
     return PromptRenderer.from_folder(model, config)
-
-
-def read(folder: Path, row: dict[str, Any], kind: str, **keys: Any) -> PromptRow:
-    path = folder / f"rows.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist([row]), path)
-    else:
-        path.write_text(json.dumps(row) + "\n")
-    source = DataConfig.model_validate({"source": f"{kind}:{path}", **keys})
-    return open_source(source, seed=0).row(0)
-
-
-def text_of(renderer: PromptRenderer, tokens: Any) -> str:
-    return renderer.completion_text(tokens, skip_special_tokens=False)
 
 
 def call(content: Any, arguments: Any) -> dict[str, Any]:
@@ -70,8 +45,8 @@ def test_calls_of_a_prompt_are_rendered(
     renderer: PromptRenderer, tmp_path: Path, kind: str, content: Any, arguments: Any
 ) -> None:
     talk = [ASK, call(content, arguments), REPLY, {"role": "user", "content": "so?"}]
-    row = read(tmp_path, {"prompt": talk, "answer": "yes"}, kind)
-    text = text_of(renderer, renderer.row_tokens(row.messages))
+    row = read_written_row(tmp_path, {"prompt": talk, "answer": "yes"}, kind)
+    text = write_text(renderer, renderer.row_tokens(row.messages))
     assert f"<|im_start|>assistant\n{CALL_TEXT}<|im_end|>" in text
     assert "<|im_start|>tool weather\n22 degrees<|im_end|>" in text
     assert text.endswith("<|im_start|>assistant\n")
@@ -83,13 +58,13 @@ def test_thoughts_and_calls_are_targets(
 ) -> None:
     last = {"role": "assistant", "content": "It is.", "reasoning_content": "22 is warm"}
     talk = [ASK, call(content, arguments) | {"reasoning_content": "I look"}, REPLY, last]
-    row = read(tmp_path, {"chat": talk}, kind, conversation_key="chat")
+    row = read_written_row(tmp_path, {"chat": talk}, kind, conversation_key="chat")
     (target,) = tokenize_targets(row, renderer=renderer)
-    learned = text_of(renderer, target.tokens[target.loss_mask.astype(bool)])
+    learned = write_text(renderer, target.tokens[target.loss_mask.astype(bool)])
     assert learned == (
         f"<think>I look</think>{CALL_TEXT}<|im_end|><think>22 is warm</think>It is.<|im_end|>"
     )
-    assert "22 degrees" in text_of(renderer, target.tokens)
+    assert "22 degrees" in write_text(renderer, target.tokens)
 
 
 @pytest.mark.parametrize(("kind", "begun"), [*product(("jsonl", "parquet"), ("<think>\n", "1. "))])
@@ -97,6 +72,6 @@ def test_started_turn_is_continued(
     renderer: PromptRenderer, tmp_path: Path, kind: str, begun: str
 ) -> None:
     talk = [ASK, {"role": "assistant", "content": begun}]
-    row = read(tmp_path, {"prompt": talk, "answer": "yes"}, kind)
-    text = text_of(renderer, renderer.row_tokens(row.messages))
+    row = read_written_row(tmp_path, {"prompt": talk, "answer": "yes"}, kind)
+    text = write_text(renderer, renderer.row_tokens(row.messages))
     assert text.endswith(f"is it warm?<|im_end|>\n<|im_start|>assistant\n{begun}")
