@@ -24,6 +24,7 @@ from relax_events.data.row_values import (
 )
 from relax_events.data.rows import PromptRow, add_system_prompt
 from relax_events.errors import ConfigError, MediaError, PoisonSample
+from relax_events.events.json_text import format_json
 from relax_events.events.parts import ChatMessage, ContentPart, Modality
 from relax_events.media.items import (
     MediaAccess,
@@ -182,7 +183,7 @@ class ColumnReader:
                 f"{location}: {key} is {describe_type(value)}; data.prompt_template accepts "
                 "strings, numbers and lists of strings"
             )
-        return str(value)
+        return format_json(value) if isinstance(value, bool) else str(value)
 
     def _completion(
         self, columns: dict[str, Any], key: str, setting: str, location: str

@@ -37,6 +37,13 @@ FILE_PARTS = {one.value: one for one in (Modality.IMAGE, Modality.VIDEO, Modalit
 """Types of parts in the form of Qwen and transformers, with the file in a key of that name or in
 one of `FILE_KEYS`."""
 FILE_KEYS = ("url", "path", "bytes")
+PART_SETTINGS = frozenset(
+    {
+        *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+        *("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+    }
+)
+"""Keys of a part by which Qwen's tools sample and resize its file."""
 MediaKey = tuple[bytes, str, Modality, Path | None]
 
 
@@ -213,6 +220,7 @@ def read_part_item(
         kinds = ", ".join(("text", *URL_PARTS, AUDIO_PART, *FILE_PARTS))
         raise PoisonSample(f"{location} has a part of type {kind!r}; a part is one of {kinds}")
     where = f"{location}: a part of type {kind!r}"
+    _refuse_settings(part, where)
     try:
         content, member = _source(source, where), _member(source)
     except MediaError as error:
@@ -220,6 +228,13 @@ def read_part_item(
     if isinstance(content, str):
         content = content.removeprefix(FILE_URI)
     return MediaItem(modality, content, where, access, member)
+
+
+def _refuse_settings(part: Mapping[str, Any], where: str) -> None:
+    """Refuse a part that says how its media are sampled or resized."""
+    places = (part, *(value for value in part.values() if isinstance(value, Mapping)))
+    if setting := next((key for one in places for key in one if key in PART_SETTINGS), None):
+        raise PoisonSample(f"{where} has {setting!r}; settings of media are those of model.media")
 
 
 def _audio_source(part: Mapping[str, Any]) -> str | None:

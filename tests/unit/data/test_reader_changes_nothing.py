@@ -346,6 +346,11 @@ def test_surrogate_pair_is_one_character(tmp_path: Path) -> None:
     assert read_line(tmp_path, ROW.replace("é", "\\ud83d\\ude00").strip()).answer == "😀"
 
 
+def test_prompt_template_writes_a_boolean_as_the_file_does(tmp_path: Path) -> None:
+    row = json.dumps({"b": True, "answer": "x"})
+    assert read_line(tmp_path, row, prompt_template="is it {b}?").messages[0].text == "is it true?"
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_number_outside_of_json_in_an_unnamed_column_is_null(tmp_path: Path, number: str) -> None:
     line = ROW.strip().replace("}", f', "score": {number}, "deep": [{{"x": {number}}}]}}')
@@ -439,6 +444,14 @@ def test_media_parts_of_messages_are_read_without_a_column(
         ({"type": "file", "file": {"file_id": "x"}}, "a part of type 'file'; a part is one of"),
         ({"type": ["image"]}, "a part of type ['image']"),
         ({"type": "image_url"}, "is a NoneType; media are paths"),
+        (
+            {"type": "image_url", "image_url": {"url": PNG}, "max_pixels": 9},
+            "a part of type 'image_url' has 'max_pixels'",
+        ),
+        (
+            {"type": "video_url", "video_url": {"url": PNG, "fps": 1}},
+            "a part of type 'video_url' has 'fps'; settings of media are those of model.media",
+        ),
         ("text", "a part of type None"),
     ],
 )
