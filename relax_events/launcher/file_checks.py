@@ -333,17 +333,22 @@ def check_tensors(run: CheckedRun) -> str:
     """Return the model folders that hold every tensor of their models, by the headers of the files.
 
     Raises:
-        ConfigError: A folder lacks a tensor, or holds one of another shape; the text names it.
+        ConfigError: A folder lacks a tensor, or holds one of another shape, or the model has no
+            layer of a name in model.lora.target_modules; the text names it.
     """
     if importlib.util.find_spec("accelerate") is None:
         return "not compared: accelerate is not installed; workers compare them as they load"
-    from relax_events.models.causal_lm import require_all_tensors  # imports torch
+    from relax_events.models.adapters import find_targets  # imports torch
+    from relax_events.models.causal_lm import require_all_tensors
     from relax_events.models.families import read_family
 
+    model, backend = run.config.model, run.config.trainer.backend
     folders = _list_model_folders(run.config)
     for path, needs_head in folders.items():
-        loader = read_family(path, run.config.model.media).loader
-        require_all_tensors(path, loader=loader, needs_head=needs_head)
+        family = read_family(path, model.media)
+        module = require_all_tensors(path, loader=family.loader, needs_head=needs_head)
+        if path == model.path and model.lora is not None and backend == "torch":
+            find_targets(module, model.lora, language_model=family.language_model(module))
     return f"all in {', '.join(map(str, folders))}" if folders else "the run will make its model"
 
 

@@ -80,14 +80,14 @@ def load_causal_lm(
     return loaded
 
 
-def require_all_tensors(path: Path, *, loader: Any, needs_head: bool = True) -> None:
-    """Require that a folder holds every tensor of its model, by the headers of its files; no memory
-    is needed for the weights. Needs accelerate.
+def require_all_tensors(path: Path, *, loader: Any, needs_head: bool = True) -> Any:
+    """Return the model of a folder that holds every tensor of it, by the headers of its files, on
+    device meta; no memory is needed for the weights. Needs accelerate.
 
     Raises:
         ConfigError, DamagedTensors: As `load_causal_lm`.
     """
-    _load_whole(path, loader, needs_head=needs_head, device_map="meta")
+    return _load_whole(path, loader, needs_head=needs_head, device_map="meta")
 
 
 def _load_whole(path: Path, loader: Any, *, needs_head: bool, **settings: Any) -> Any:

@@ -165,3 +165,16 @@ def test_the_doctor_names_what_is_missing(
         (finding,) = [one for one in findings if one.what == "tensors"]
         assert (finding.is_good, str(path) in finding.text) == (is_good, True), finding
     assert "lm_head.weight" in finding.text
+
+
+def test_the_doctor_names_a_target_of_adapters_that_the_model_lacks(
+    make_run_config: MakeRunConfig, whole: Callable[[str], Path]
+) -> None:
+    texts = []
+    for target in ("q_proj", "query_proj"):
+        lora = {"rank": 2, "target_modules": [target]}
+        findings, _ = check_run(make_run_config(model={"path": whole("qwen3"), "lora": lora}))
+        (finding,) = [one for one in findings if one.what == "tensors"]
+        texts.append(finding.text if not finding.is_good else "")
+    assert texts[0] == ""
+    assert "target_modules names 'query_proj', but the linear layers of the language" in texts[1]
