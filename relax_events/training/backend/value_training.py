@@ -27,10 +27,10 @@ from relax_events.training.backend.learning_rate import compute_scheduled_learni
 from relax_events.training.backend.protocol import ValueMetrics
 from relax_events.training.backend.scoring import unpack_values
 from relax_events.training.backend.step_training import StepTraining, StepUpdates
-from relax_events.training.batch.loss_batch import mask_truncated_samples
 from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import TokenSequence
+from relax_events.training.batch.truncation import mask_truncated
 from relax_events.training.ranks import Ranks, SingleRank
 
 OWN_KEYS = ("learning_rate", "num_epochs", "num_mini_batches")
@@ -146,7 +146,7 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         return turn == self._data_ranks.rank
 
     def _pack(self, samples: Sequence[SampleReady]) -> ValueBatch:
-        samples = mask_truncated_samples(samples, algorithm=self._config.algorithm)
+        samples = mask_truncated(samples, algorithm=self._config.algorithm)
         batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
         advantages, old = (
             gather_loss_values(samples, field).astype(np.float64)

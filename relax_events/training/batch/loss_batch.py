@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from relax_events.algorithms.distillation import TokenSet
 from relax_events.algorithms.objective import ObjectiveInputs
 from relax_events.config import AlgorithmConfig
-from relax_events.events.parts import FinishReason
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.policy_model import TokenLogprobs
@@ -25,13 +24,14 @@ from relax_events.training.batch.packing import (
     pack,
     require_whole_prompt_groups,
 )
-from relax_events.training.batch.row_layout import TokenSets, read_array
+from relax_events.training.batch.row_layout import TokenSets
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import (
     Whitening,
     compute_reward_scaling,
     compute_whitening,
 )
+from relax_events.training.batch.truncation import mask_truncated
 from relax_events.training.ranks import GatheringRanks
 
 
@@ -67,7 +67,7 @@ class LossBatch:
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
         """
-        samples = mask_truncated_samples(samples, algorithm=algorithm)
+        samples = mask_truncated(samples, algorithm=algorithm)
         if algorithm.needs_whole_groups:
             require_whole_prompt_groups(samples)
         batch = pack(
@@ -192,22 +192,6 @@ def whiten_step(
             **settings,
         )
     return [loss_batch.whiten(whitening) for loss_batch in loss_batches]
-
-
-def mask_truncated_samples(
-    samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig
-) -> Sequence[SampleReady]:
-    """Return the samples with an empty loss mask for truncated ones, unless the algorithm trains
-    them.
-    """
-    if algorithm.truncated_samples == "train":
-        return samples
-    return [
-        replace(sample, loss_mask=np.zeros_like(read_array(sample, "loss_mask")))
-        if sample.finish_reason is FinishReason.LENGTH
-        else sample
-        for sample in samples
-    ]
 
 
 def _per_token_fields(algorithm: AlgorithmConfig) -> dict[str, str]:

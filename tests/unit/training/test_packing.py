@@ -18,8 +18,10 @@ from relax_events.training.batch.packing import (
     pack,
     require_whole_prompt_groups,
 )
+from relax_events.training.batch.row_layout import TokenSets
+from relax_events.training.batch.truncation import mask_loss
 from tests.event_samples import changed
-from tests.unit.trainer_samples import make_samples
+from tests.unit.trainer_samples import make_samples, token_sets
 
 
 def test_staleness_is_that_of_the_version_that_generated_each_loss_token():
@@ -38,6 +40,40 @@ def test_staleness_is_that_of_the_version_that_generated_each_loss_token():
     )
     found = gather_staleness([split, masked, unsplit], trainer_version=7)
     assert found.tolist() == [3, 1, 1] + [2] * lengths[1]
+
+
+def test_masking_the_loss_cuts_what_belongs_to_loss_tokens():
+    first, whole = make_samples(2)
+    ids, logprobs = token_sets(np.random.default_rng(0), 6)
+    sample = dataclasses.replace(
+        changed(first, min_policy_version=4, max_policy_version=6),
+        tokens=np.arange(9, dtype=np.int32),
+        loss_mask=np.array([0, 1, 1, 1, 0, 0, 1, 1, 1], np.uint8),
+        version_segments=[
+            VersionSegment(4, 2),
+            VersionSegment(5, 1, kept_cache=True),
+            VersionSegment(6, 3),
+        ],
+        topk_ids=ids,
+        topk_teacher_logprobs=logprobs,
+    )
+    cut = mask_loss(sample, np.array([1, 1, 0, 1, 1, 1, 0, 1, 1], bool))
+    assert cut.loss_mask.tolist() == [0, 1, 0, 1, 0, 0, 0, 1, 1]
+    assert list(cut.version_segments) == [
+        VersionSegment(4, 1),
+        VersionSegment(5, 1, kept_cache=True),
+        VersionSegment(6, 2),
+    ]
+    assert gather_staleness([cut], trainer_version=7).tolist() == [3, 2, 1, 1]
+    kept = [0, 2, 4, 5]
+    np.testing.assert_array_equal(cut.topk_ids, ids[kept])
+    np.testing.assert_array_equal(cut.topk_teacher_logprobs, logprobs[kept])
+    TokenSets.from_samples([cut, whole], num_ids=6, vocab_size=256)
+    none = mask_loss(sample, np.zeros(9, bool))
+    assert (none.loss_mask.sum(), len(none.version_segments), len(none.topk_ids)) == (0, 0, 0)
+    assert mask_loss(sample, np.ones(9, bool)) is sample
+    with pytest.raises(PoisonSample, match=r"topk_ids must be 6 loss tokens"):
+        mask_loss(dataclasses.replace(sample, topk_ids=ids[:5]), np.zeros(9, bool))
 
 
 LENGTHS = st.lists(st.integers(1, 30), max_size=40)

@@ -260,10 +260,14 @@ def test_advantages_are_whitened_over_the_whole_step_with_either_std_correction(
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sample_mean"])
 @pytest.mark.parametrize("truncated", ["mask", "drop"])
-def test_truncated_samples_are_excluded_from_the_step(truncated, aggregation):
+@pytest.mark.parametrize("distilled", [{}, {"distill_tokens": "teacher_topk"}])
+def test_truncated_samples_are_excluded_from_the_step(truncated, aggregation, distilled):
+    if distilled:
+        distilled = distilled | {"distill_coefficient": 0.1, "distill_top_k": 4}
+    settings = {"aggregation": aggregation} | distilled
     cut_off = [changed(sample, finish_reason=FinishReason.LENGTH) for sample in SAMPLES[:4]]
-    mine = backend(algorithm={"truncated_samples": truncated, "aggregation": aggregation})
-    other, trained = (backend(algorithm={"aggregation": aggregation}) for _ in range(2))
+    mine = backend(algorithm={"truncated_samples": truncated} | settings)
+    other, trained = (backend(algorithm=settings) for _ in range(2))
     mine.accumulate([*cut_off, *SAMPLES[4:]])
     other.accumulate(SAMPLES[4:])
     trained.accumulate([*cut_off, *SAMPLES[4:]])

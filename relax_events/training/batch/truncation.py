@@ -1,0 +1,87 @@
+"""Masks the loss of what an algorithm does not train: truncated samples. Numpy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Bool
+from numpy.typing import NDArray
+
+from relax_events.config import AlgorithmConfig
+from relax_events.errors import PoisonSample
+from relax_events.events.parts import FinishReason, VersionSegment
+from relax_events.events.types import SampleReady
+from relax_events.training.batch.row_layout import read_array
+
+
+def mask_truncated(
+    samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig
+) -> Sequence[SampleReady]:
+    """Return the samples without loss tokens in truncated ones, unless the algorithm trains them.
+
+    Raises:
+        PoisonSample: See `mask_loss`.
+    """
+    if algorithm.truncated_samples == "train":
+        return samples
+    return [
+        mask_loss(sample, np.zeros(len(sample.tokens), bool))
+        if sample.finish_reason is FinishReason.LENGTH
+        else sample
+        for sample in samples
+    ]
+
+
+def mask_loss(sample: SampleReady, is_trained: Bool[np.ndarray, " tokens"]) -> SampleReady:
+    """Return a sample without the loss tokens that are not trained: their mask is 0, and their
+    token sets and version segments are removed.
+
+    Args:
+        sample: Its arrays are fetched.
+        is_trained: For each token; only those of loss tokens matter.
+    Raises:
+        PoisonSample: The sample has token sets, and not one for each loss token.
+    """
+    mask = read_array(sample, "loss_mask")
+    kept = is_trained[mask.astype(bool)]
+    if kept.all():
+        return sample
+    return replace(
+        sample,
+        loss_mask=np.where(is_trained, mask, 0).astype(mask.dtype),
+        topk_ids=_cut_sets(sample, "topk_ids", kept),
+        topk_teacher_logprobs=_cut_sets(sample, "topk_teacher_logprobs", kept),
+        version_segments=_cut_segments(sample.version_segments, kept),
+    )
+
+
+def _cut_sets(
+    sample: SampleReady, field: str, kept: Bool[np.ndarray, " loss_tokens"]
+) -> NDArray[np.generic] | None:
+    if getattr(sample, field) is None:
+        return None
+    sets = read_array(sample, field)
+    if len(sets) != len(kept):
+        raise PoisonSample(
+            f"sample {sample.sample_id}: {field} must be {len(kept)} loss tokens by the ids of "
+            f"each, got {sets.shape}"
+        )
+    rows: NDArray[np.generic] = sets[kept]
+    return rows
+
+
+def _cut_segments(
+    segments: Sequence[VersionSegment], kept: Bool[np.ndarray, " loss_tokens"]
+) -> list[VersionSegment]:
+    """Return the segments of the loss tokens that are kept; `kept` has one for each token of the
+    segments.
+    """
+    cut, begin = [], 0
+    for segment in segments:
+        end = begin + segment.num_tokens
+        if number := int(np.count_nonzero(kept[begin:end])):
+            cut.append(replace(segment, num_tokens=number))
+        begin = end
+    return cut
