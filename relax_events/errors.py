@@ -19,7 +19,9 @@ RelaxError                 exit with its `exit_code`; its text names object, val
 ├── StoreUnavailable       wait for the object store; exit 8 after the deadline, to be restarted
 ├── WeightsError           keep serving the current policy version, log, try the next version
 │   └── DamagedTensors     the same; in a model's folder it is a ConfigError: exit 2
-├── EpisodeFailed          begin the episode again; after `environment.attempts` dead-letter it
+├── EpisodeFailed          begin the episode again, which uses an attempt (`environment.attempts`)
+├── SessionLost            begin the episode again without using an attempt
+├── EpisodeLate            end the sample as late, with `reward.on_timeout` as its reward
 ├── EngineFailed           exit 1: the inference server failed; restart the worker
 ├── CheckFailed            exit 6: a check completed and found a problem
 └── RunFailed              exit 1: the run ended without reaching its goal
@@ -153,6 +155,24 @@ class DamagedTensors(ConfigError, WeightsError):
 
 class EpisodeFailed(RelaxError):
     """An episode of a program failed for a reason that is not the policy's."""
+
+
+class SessionLost(RelaxError):
+    """The session of an episode was lost in a process that it shares with others."""
+
+    def __init__(self, text: str, *, is_suspect: bool) -> None:
+        """Create the error.
+
+        Args:
+            text: Names the process and what happened to it.
+            is_suspect: Whether this session may have caused the loss: its call was under way.
+        """
+        super().__init__(text)
+        self.is_suspect = is_suspect
+
+
+class EpisodeLate(RelaxError):
+    """A turn of the policy made its program or its environment exceed a deadline."""
 
 
 class EngineFailed(RelaxError):

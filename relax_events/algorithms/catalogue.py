@@ -492,6 +492,7 @@ NOT_REWARDED = dict.fromkeys(
         "overlong_ratio",
         "overlong_penalty",
         "truncated_samples",
+        "min_samples_per_group",
         "filter_uniform_rewards",
         "whiten_advantages",
         "kl_placement",

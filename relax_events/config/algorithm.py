@@ -71,6 +71,10 @@ class AlgorithmConfig(Section):
     """Samples truncated by their length: `train` them as any other; `mask` their loss but count
     their reward in the prompt group's statistics; or `drop` them from both. A prompt group of only
     such samples is then filtered."""
+    min_samples_per_group: Annotated[int, Field(ge=0)] = 0
+    """Samples with a reward that a prompt group needs to be trained, with the statistics of those;
+    with fewer it fails. Samples that were lost, or whose reward function failed, have none. 0 is
+    half of `run.samples_per_prompt`, rounded up, and at least 2."""
     filter_uniform_rewards: bool = False
     """Drop prompt groups whose rewards are all equal and issue replacements (dynamic sampling)."""
     whiten_advantages: Literal["none", "mean", "tokens", "samples", "rewards"] = "none"
@@ -460,6 +464,12 @@ class AlgorithmConfig(Section):
     def has_rewards(self) -> bool:
         """Whether samples are generated and rewarded, not brought by the data."""
         return self.learns_from == "rewards"
+
+    def count_needed_samples(self, samples_per_prompt: int) -> int:
+        """Return how many samples of a prompt group must be usable for it to be trained."""
+        if not self.has_rewards or self.needs_whole_groups:
+            return samples_per_prompt
+        return self.min_samples_per_group or max(2, math.ceil(samples_per_prompt / 2))
 
     @property
     def _divides_by_no_deviation(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -48,6 +48,10 @@ class RewardConfig(ChosenReward):
     `teachers`."""
     timeout_seconds: Annotated[Seconds, free("when a score counts as failed")] = 10.0
     """Deadline of a call; after it the process is killed and the call counts as failed."""
+    on_timeout: Finite | Literal["none"] = 0.0
+    """Reward of a sample whose turn made its program or its environment late, for example by an
+    endless loop in code that the policy wrote; with "none" it has no reward and is not trained. Set
+    it to the lowest reward: where wrong answers get less, it would teach the policy to be late."""
     processes: Annotated[int, Field(ge=0), free(SPEED)] = 0
     """Child processes that run the function; 0 is one for each available core, up to 8."""
     concurrency: Annotated[Positive, free(SPEED)] = 16

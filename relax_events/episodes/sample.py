@@ -17,20 +17,35 @@ from relax_events.errors import EpisodeFailed
 from relax_events.events.parts import ChatMessage, FinishReason, merge_segments
 
 
-def finish_sample(session: Session, *, trains_all_paths: bool) -> GeneratedSample:
+def finish_sample(
+    session: Session,
+    *,
+    trains_all_paths: bool,
+    reason: FinishReason | None = None,
+    error: str = "",
+) -> GeneratedSample:
     """Return a session that its driver has ended as a sample: its paths, the last turn's path last.
 
     Args:
         session: The session.
         trains_all_paths: Whether paths that the driver left are part of the sample.
+        reason: Why the sample ended, where that is not its last turn's reason. A session without a
+            turn of the policy is then a lost sample, and a turn that failed is left out.
+        error: What happened, for `reason`.
     Raises:
-        EpisodeFailed: The driver got no turn of the policy, or its last turn failed.
+        EpisodeFailed: The driver got no turn of the policy, or its last turn failed, and no reason
+            is given.
     """
-    if session.error or not session.graph.nodes:
+    if reason is not None and not session.graph.nodes:
+        return build_empty_sample(
+            session.request, session.sample.sample_id, FinishReason.LOST, error=error
+        )
+    if reason is None and (session.error or not session.graph.nodes):
         raise EpisodeFailed(session.error or "it ended without a turn of the policy")
-    return build_sample(
+    sample = build_sample(
         session, session.graph.rows() if trains_all_paths else [session.graph.last_row()]
     )
+    return sample if reason is None else replace(sample, finish_reason=reason, error=error)
 
 
 def abort_sample(session: Session, turn: GeneratedSample | None) -> GeneratedSample:

@@ -48,6 +48,35 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    LATE = "late"
+    """The policy's turn made its program or its environment late."""
+    LOST = "lost"
+    """Its environment, engine or media failed; it has no generated token."""
+
+
+class SampleOutcome(StrEnum):
+    """What became of a sample of a prompt group (ADR 78)."""
+
+    FINISHED = "finished"
+    TRUNCATED = "truncated"
+    """Its length ended it."""
+    LATE = "late"
+    """The policy made its program or its environment late."""
+    LOST = "lost"
+    """Its environment, engine or media failed."""
+    REFUSED = "refused"
+    """It was generated, and its reward function failed."""
+
+    @classmethod
+    def of(cls, finish_reason: FinishReason, reward: float | None) -> SampleOutcome:
+        """Return the outcome of a sample that ended so, with the reward that it got, if any."""
+        if finish_reason is FinishReason.LATE:
+            return cls.LATE
+        if finish_reason in (FinishReason.LOST, FinishReason.ERROR, FinishReason.ABORT):
+            return cls.LOST
+        if reward is None:
+            return cls.REFUSED
+        return cls.TRUNCATED if finish_reason is FinishReason.LENGTH else cls.FINISHED
 
 
 class Outcome(StrEnum):

@@ -128,6 +128,8 @@ class SampleRolledOut(SampleEvent):
     environment_rewards: Each[Array | None] = None
     """float64 [num_turns]: the reward that a stateful environment gave to each turn of the policy,
     or a harness to the whole sample, in its own unit. Null for other environments."""
+    error: Each[str] = ""
+    """Why the sample was lost, or late; empty for others."""
     worker_id: str = ""
     """Worker that generated the sample."""
     rolled_out_at: Each[int] = field(default_factory=now_micros)

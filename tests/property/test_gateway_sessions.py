@@ -128,6 +128,11 @@ def check_session(renderer: PromptRenderer, kind: type[Program], seed: int) -> N
     check_sample(session, finish_sample(session, trains_all_paths=True))
     last = finish_sample(session, trains_all_paths=False)
     assert last.path_lengths == ()
+    session.error = "its program hangs"
+    late = finish_sample(session, trains_all_paths=True, reason=FinishReason.LATE, error="900 s")
+    assert (late.finish_reason, late.error) == (FinishReason.LATE, "900 s")
+    session.error = ""
+    check_sample(session, late)
     np.testing.assert_array_equal(whole_tokens(last), path_tokens(nodes[-1]))
 
 

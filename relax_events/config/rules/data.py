@@ -32,6 +32,13 @@ def check_learning(config: RunConfig) -> Iterator[str]:
                 f"run.samples_per_prompt must be >= 2, got {size}: algorithm {name} compares a "
                 "prompt's samples"
             )
+        least = config.algorithm.min_samples_per_group
+        if least == 1 or least > size:
+            yield (
+                f"algorithm.min_samples_per_group must be 0, or from 2 to "
+                f"run.samples_per_prompt = {size}, got {least}: algorithm {name} compares a "
+                "prompt's samples"
+            )
         if not config.is_replay:
             yield from _check_rewards(config)
         return

@@ -693,3 +693,21 @@ def test_kl_to_the_sampling_policy_needs_no_reference() -> None:
     in_reward = AlgorithmConfig(kl_coefficient=0.1, kl_placement="reward")
     assert in_reward.needs_reference
     assert not in_reward.has_reference_in_loss
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "size", "count"),
+    [
+        ("grpo", 0, 2, 2),
+        ("grpo", 0, 8, 4),
+        ("grpo", 0, 9, 5),
+        ("grpo", 7, 8, 7),
+        ("sft", 0, 1, 1),
+        ("dpo", 0, 2, 2),
+    ],
+)
+def test_samples_that_a_prompt_group_needs_are_half_of_it_by_default(
+    name: str, setting: int, size: int, count: int
+) -> None:
+    config = AlgorithmConfig(name=name, min_samples_per_group=setting)
+    assert config.count_needed_samples(size) == count

@@ -123,6 +123,22 @@ def test_replay_rejects_an_algorithm_that_needs_unrecorded_data(
             "samples_per_prompt must be >= 2, got 1: algorithm grpo compares",
         ),
         (
+            GRPO
+            | {
+                "algorithm": {"min_samples_per_group": 1},
+                "run": {"id": "test", "samples_per_prompt": 8},
+            },
+            "min_samples_per_group must be 0, or from 2 to run.samples_per_prompt = 8, got 1",
+        ),
+        (
+            GRPO
+            | {
+                "algorithm": {"min_samples_per_group": 9},
+                "run": {"id": "test", "samples_per_prompt": 8},
+            },
+            "min_samples_per_group must be 0, or from 2 to run.samples_per_prompt = 8, got 9",
+        ),
+        (
             SFT | {"algorithm": {"name": "dpo"}},
             (
                 "dpo learns from pairs, and jsonl:rows names none; set data.chosen_key and "

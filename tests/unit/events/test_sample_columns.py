@@ -47,11 +47,12 @@ def rollout(index: int, num_tokens: int = 4, **changes: Any) -> Sample:
         "loss_mask": np.full(num_tokens, index % 2, np.uint8),
         "rollout_logprobs": np.linspace(-1 - index, 0, num_tokens, dtype=np.float32),
         "temperature": 0.7,
-        "finish_reason": list(FinishReason)[index % 4],
+        "finish_reason": list(FinishReason)[-1 - index % 4],
         "completion": f"text {index}",
         "turns": [ChatMessage.of_text("tool", str(number)) for number in range(index)],
         "answer": "42",
         "metadata": '{"level": 1}',
+        "error": f"reason {index}",
         "worker_id": "rollout-3",
         "rolled_out_at": 10 + index,
     }
