@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 from typing import Any, TextIO
 
 CONTROLS = [*range(0x20), 0x7F, *range(0x80, 0xA0)]
@@ -14,6 +16,31 @@ SHOWN = {number: f"\\u{number:04x}" for number in [*CONTROLS, *DIRECTIONS] if nu
 def printable(text: str) -> str:
     """Return the text with control characters escaped, except line ends and tabs."""
     return text.translate(SHOWN)
+
+
+def write_line(text: str, stream: TextIO | int) -> bool:
+    """Write a line past all buffers and return whether it was written whole.
+
+    A full disk or a closed pipe raises nothing: what is written so may never end a process, and no
+    buffer keeps it, whose flush at the interpreter's end would change the exit code.
+
+    Args:
+        text: The line without its end.
+        stream: A text stream, or the descriptor of an open file.
+    """
+    try:
+        fd = stream if isinstance(stream, int) else stream.fileno()
+    except (AttributeError, io.UnsupportedOperation):  # a stream in memory
+        assert not isinstance(stream, int)
+        stream.write(f"{text}\n")
+        return True
+    data = f"{text}\n".encode(errors="backslashreplace")
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        return False
+    return True
 
 
 class PrintableStream:

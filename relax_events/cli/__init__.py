@@ -9,12 +9,13 @@ import os
 import select
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 from relax_events.cli.commands import HELP_FLAGS, help_text
 from relax_events.errors import EnvironmentProblem, RelaxError
-from relax_events.printable import PrintableStream, printable
+from relax_events.printable import PrintableStream, printable, write_line
 from relax_events.privileges import hide_process
 
 INTERRUPTED = 130
@@ -34,7 +35,7 @@ def main() -> None:
         result = _called()
         sys.stdout.flush()
     except RelaxError as error:
-        print(printable(f"error: {error}"), file=sys.stderr, flush=True)
+        write_line(printable(f"error: {error}"), sys.stderr)
         if _is_worker():
             _end_worker(error, exit_code=error.exit_code)
         sys.exit(error.exit_code)
@@ -52,13 +53,10 @@ def main() -> None:
     except OSError as error:
         if error.errno not in NO_ROOM_OR_RIGHT or error.filename is None or _is_worker():
             raise
-        print(
-            (
-                f"error: can't write {error.filename}: {error.strerror}; relax needs a folder "
-                "that this user may write to"
-            ),
-            file=sys.stderr,
-            flush=True,
+        write_line(
+            f"error: can't write {error.filename}: {error.strerror}; relax needs a folder that "
+            "this user may write to",
+            sys.stderr,
         )
         sys.exit(EnvironmentProblem.exit_code)
     except Exception as error:
@@ -91,7 +89,8 @@ def _end_worker(error: Exception, *, exit_code: int) -> NoReturn:
     """
     from relax_events.telemetry.final_error import write_final_error
 
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     write_final_error(error, exit_code=exit_code)
     os._exit(exit_code)
 

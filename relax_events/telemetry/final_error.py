@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 
+from relax_events.printable import write_line
 from relax_events.secret_handling import redact
 
 EVENT = "worker.failed"
@@ -48,7 +49,7 @@ def write_final_error(error: BaseException, *, exit_code: int) -> None:
     text = redact(str(error))[:MAX_TEXT]
     final = FinalError(os.getpid(), type(error).__name__, text, exit_code, time.time_ns() // 1000)
     line = orjson.dumps({"event": EVENT, "level": "error", **asdict(final)}).decode()
-    print(f"\n{line}", file=sys.stderr, flush=True)
+    write_line(f"\n{line}", sys.stderr)
 
 
 def read_final_error(path: Path, *, pid: int) -> FinalError | None:

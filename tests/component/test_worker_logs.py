@@ -4,6 +4,8 @@ are written.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from queue import SimpleQueue
@@ -141,3 +143,17 @@ def test_command_shows_the_last_lines_of_a_run(
         'error     worker.failed text="no room"',
     ]
     assert orjson.loads(shown[3])["worker"] == "trainer-0"
+
+
+def test_process_that_can_write_no_error_keeps_its_exit_code(tmp_path: Path) -> None:
+    """The code decides whether a worker is restarted; its texts went to a full disk."""
+    with open("/dev/full", "wb") as full:
+        for words in (["worker", "reward", "absent.json"], ["run", "absent.toml"]):
+            ended = subprocess.run(
+                [sys.executable, "-m", "relax_events.cli", *words],
+                cwd=tmp_path,
+                stderr=full,
+                timeout=120,
+                check=False,
+            )
+            assert ended.returncode == ConfigError.exit_code, words

@@ -397,9 +397,9 @@ class FaultRun:
         ]
 
     def log(self, worker_id: str) -> list[dict[str, Any]]:
-        """Read the log events of a worker."""
+        """Read the log events of a worker; a line that a full disk cut off is left out."""
         lines = (self.folder / "logs" / f"{worker_id}.log").read_text(errors="replace").splitlines()
-        return [orjson.loads(line) for line in lines if line.startswith("{")]
+        return [orjson.loads(line) for line in lines if line[:1] == "{" and line[-1:] == "}"]
 
     def logged(self, worker_id: str, event: str) -> list[dict[str, Any]]:
         """Return a worker's log events of one kind."""

@@ -1,5 +1,6 @@
 """The object store's disk fills up: the trainer reports it and waits for space; where a file size
-limit is hit, it is restarted until it can write.
+limit is hit, it is restarted until it can write. Where the logs lie on it, their lines are lost and
+nothing else.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
+BLOCK_BYTES = 4096
 NO_SPACE, TOO_LARGE = "No space left on device", "File too large"
 
 
@@ -98,3 +100,26 @@ def test_trainer_reports_a_full_disk_and_continues_once_space_is_free(
     assert died == (set() if disk.is_mounted else {"trainer-0"}), (
         "a full disk is the trainer's trouble alone, and is waited for"
     )
+
+
+@pytest.mark.long
+def test_run_whose_logs_are_on_a_full_disk_ends_no_process_and_counts_the_lost_lines(
+    start_run: Callable[..., FaultRun], disk: SmallDisk
+) -> None:
+    if not disk.is_mounted:
+        pytest.skip("a disk of its own needs the right to mount one")
+    run = start_run(run={"num_steps": 12})
+    (run.folder / "logs").symlink_to(disk.folder)
+    run.start()
+    run.wait_until_steps(2)
+    disk.fill(run)
+    for path in disk.folder.glob("*.log"):  # the last block of each has room for some lines
+        with path.open("ab") as file:
+            file.write(b"\n" * (-path.stat().st_size % BLOCK_BYTES))
+    run.wait_until_ready_again("reward-0", killed=run.kill("reward-0"))
+    disk.free()
+    assert run.wait_until_ended(run.process) == 0
+    assert {line["worker_id"] for line in run.logged("run", "worker.died")} <= {"reward-0"}
+    texts = {path.name: path.read_text() for path in [run.output, *disk.folder.glob("*.log")]}
+    assert "num_lines_lost" in texts["reward-0.log"]
+    assert [name for name, text in texts.items() if "Traceback" in text] == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -45,3 +48,42 @@ def test_log_event_is_written_with_any_value(
         written,
         "trainer",
     )
+
+
+@pytest.fixture
+def log_path(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run.log"
+    structlog.reset_defaults()
+
+
+def test_log_line_ends_no_process_when_the_disk_is_full() -> None:
+    try:
+        configure_logs(TelemetryConfig(log_format="json"), path=Path("/dev/full"))
+        structlog.get_logger().info("sample.scored")
+    finally:
+        structlog.reset_defaults()
+
+
+def test_first_line_after_a_full_disk_counts_the_lost_ones(
+    log_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure_logs(TelemetryConfig(log_format="json"), path=log_path)
+    log, write, room = structlog.get_logger(), os.write, [40]
+
+    def write_to_a_small_disk(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        size = write(fd, data[: room[0]])
+        room[0] -= size
+        return size
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_to_a_small_disk)
+        log.info("cut.off")
+        log.info("not.written")
+    log.info("written.again")
+    log.info("as.ever")
+    cut, again, after = log_path.read_text().splitlines()
+    assert len(cut) == 40
+    assert json.loads(again)["num_lines_lost"] == 2
+    assert "num_lines_lost" not in json.loads(after)
