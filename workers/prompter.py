@@ -11,6 +11,10 @@ ids: the broker may keep the worker's leases for long (see `projections/held_gro
 With filters that depend on past rewards, step s waits until all outcomes of step s-1 are read, and
 a batch slot is refilled once the outcome that freed it is read. So every choice depends on a prefix
 of control.prompt-group-outcomes only, and a restarted prompter repeats it.
+
+    control.policy-versions, control.prompt-group-outcomes
+      ──▶ choose, in the order of the log, until nothing is left to read
+      ──▶ issue all prompt groups that are due ──▶ prompt.groups
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 import structlog
 
@@ -105,6 +110,13 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         PrompterLoop(worker, stream, filters, read_messages=read_messages).run()
 
 
+class DueGroup(NamedTuple):
+    """A prompt group that is chosen and not issued yet."""
+
+    group: IssuedGroup
+    choice: SelectedRow
+
+
 class PrompterLoop:
     """Waits for the control log: a published version admits a step, an untrained end frees a
     batch slot.
@@ -137,6 +149,7 @@ class PrompterLoop:
             heartbeat=self._send_heartbeat,
         )
         self._held = HeldPromptGroups()
+        self._due: list[DueGroup] = []
         self._producer = RecordProducer(
             worker.connection,
             linger_ms=LINGER_MS,
@@ -151,13 +164,22 @@ class PrompterLoop:
         worker.drain.on_start(lambda: self._inbox.put((None, 0)))
         worker.control.follow(self._put, start_offsets={ENDS: self._ends_position})
         while not worker.drain.requested:
-            with suppress(queue.Empty):
-                self._take(*self._inbox.get(timeout=IDLE_SECONDS))
-                self._write_summary()
-            self._issue_lost()
+            self._take_all()
+            self._choose_lost()
+            self._issue_due()
+            self._write_summary()
             worker.lifecycle.tick(working=False)
         self._producer.close()
         self._admin.close()
+
+    def _take_all(self) -> None:
+        """Wait for an event, and take all that have arrived: what they make due is issued at
+        once.
+        """
+        with suppress(queue.Empty):
+            self._take(*self._inbox.get(timeout=IDLE_SECONDS))
+            for _ in range(self._inbox.qsize()):
+                self._take(*self._inbox.get_nowait())
 
     def _send_heartbeat(self) -> None:
         self._worker.heartbeat.advance()  # a block of rows was filtered
@@ -291,14 +313,14 @@ class PrompterLoop:
         self._ends_position = max(self._ends_position, ends_position)
         if isinstance(event, PolicyVersionPublished):
             if not self._needs_history or event.policy_version == self._config.first_version:
-                self._issue_admitted(event.policy_version)
+                self._choose_admitted(event.policy_version)
         elif isinstance(event, PromptGroupEnded):
             self._apply_end(event)
         elif isinstance(event, WorkerHeartbeat):
             self._held.apply(event, now=time.monotonic())
 
-    def _issue_lost(self) -> None:
-        """Issue the prompt groups once more that silent rollout workers hold."""
+    def _choose_lost(self) -> None:
+        """Choose the prompt groups that silent rollout workers hold, to be issued once more."""
         now = time.monotonic()
         if self._worker.lifecycle.is_broker_away:
             self._held.postpone(now=now)
@@ -311,7 +333,7 @@ class PrompterLoop:
             log.warning("prompt_groups.lost", holder=worker_id, num_prompt_groups=len(names))
             groups = [self._in_flight[name] for name in names]
             readable = [group for group in groups if self._is_readable(group.row)]
-            self._issue([(group, SelectedRow(group.row)) for group in readable])
+            self._choose((group, SelectedRow(group.row)) for group in readable)
 
     def _apply_end(self, event: PromptGroupEnded) -> None:
         ended = self._in_flight.pop(event.prompt_group_id, None)
@@ -324,7 +346,7 @@ class PrompterLoop:
         if event.outcome is Outcome.TRAINED:
             self._count_trained(event.trainer_version)
         elif ended is not None:
-            self._reissue(ended, event.outcome)
+            self._choose_successor(ended, event.outcome)
 
     def _count_trained(self, train_step: int) -> None:
         if not self._needs_history:
@@ -332,10 +354,10 @@ class PrompterLoop:
         self._trained[train_step] += 1
         if self._trained[train_step] == self._config.run.prompts_per_step:
             del self._trained[train_step]
-            self._issue_admitted(train_step + 1)
+            self._choose_admitted(train_step + 1)
 
-    def _issue_admitted(self, published_version: int) -> None:
-        """Issue a prompt group for every empty batch slot of the admitted steps."""
+    def _choose_admitted(self, published_version: int) -> None:
+        """Choose a prompt group for every empty batch slot of the admitted steps."""
         run = self._config.run
         steps = admitted_steps(
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
@@ -345,18 +367,16 @@ class PrompterLoop:
             self._issued_slots, steps=new_steps, prompts_per_step=run.prompts_per_step
         )
         choices = self._sampler.next_rows(len(slots), train_step=max(steps.stop - 1, 0))
-        self._issue(
-            [
-                (IssuedGroup(slot, 0, choice.row), choice)
-                for slot, choice in zip(slots, choices, strict=True)
-            ]
+        self._choose(
+            (IssuedGroup(slot, 0, choice.row), choice)
+            for slot, choice in zip(slots, choices, strict=True)
         )
         self._next_step = max(self._next_step, steps.stop)
         self._issued_slots = {
             slot for slot in self._issued_slots if slot.train_step >= self._next_step
         }
 
-    def _reissue(self, ended: IssuedGroup, outcome: Outcome) -> None:
+    def _choose_successor(self, ended: IssuedGroup, outcome: Outcome) -> None:
         successor = build_reissue(ended, outcome=outcome, next_row=-1)
         if successor is None or successor.prompt_group_id in self._in_flight:
             return
@@ -366,10 +386,19 @@ class PrompterLoop:
             if is_same
             else self._sampler.next_rows(1, train_step=ended.slot.train_step)[0]
         )
-        self._issue([(replace(successor, row=choice.row), choice)])
+        self._choose([(replace(successor, row=choice.row), choice)])
+
+    def _choose(self, groups: Iterable[tuple[IssuedGroup, SelectedRow]]) -> None:
+        """Note prompt groups as due. They count as issued from now on: if they are not, this
+        process has ended, and its successor reads the log.
+        """
+        for group, choice in groups:
+            self._due.append(DueGroup(group, choice))
+            self._remember(group, choice.skipped)
 
     def _is_readable(self, row: int) -> bool:
         """Return whether a row can be issued again: its media files may have been deleted."""
+        self._worker.heartbeat.advance()  # reading them may take a while
         try:
             self._messages_of(self._stream[row])
         except MediaError as error:
@@ -377,14 +406,16 @@ class PrompterLoop:
             return False
         return True
 
-    def _issue(self, groups: list[tuple[IssuedGroup, SelectedRow]]) -> None:
-        if not groups:
+    def _issue_due(self) -> None:
+        """Issue all chosen prompt groups at once."""
+        due, self._due = self._due, []
+        if not due:
             return
         started = time.monotonic()
-        issuing = [self._begin_trace(group) for group, _ in groups]
+        issuing = [self._begin_trace(group) for group, _ in due]
         with self._worker.lifecycle.piece("issue prompt groups"):
             self._producer.write(
-                (self._record(group, choice) for group, choice in groups),
+                (self._record(group, choice) for group, choice in due),
                 max_batch_records=self._config.prompt_groups_per_lease(
                     num_workers=self._count_rollout_workers()
                 ),
@@ -392,16 +423,13 @@ class PrompterLoop:
         for work in issuing:
             work.end()
         failpoint("prompter.after_issue")
-        for group, choice in groups:
-            self._remember(group, choice.skipped)
-        self._worker.lifecycle.record_processed(len(groups), started)
-        first, last = groups[0][0].prompt_group_id, groups[-1][0].prompt_group_id
-        skipped_rows = Counter(reason for _, choice in groups for reason in choice.skipped.values())
+        self._worker.lifecycle.record_processed(len(due), started)
+        skipped_rows = Counter(reason for _, choice in due for reason in choice.skipped.values())
         log.info(
             "prompt_groups.issued",
-            num_prompt_groups=len(groups),
-            first=first,
-            last=last,
+            num_prompt_groups=len(due),
+            first=due[0].group.prompt_group_id,
+            last=due[-1].group.prompt_group_id,
             skipped_rows=dict(skipped_rows),
         )
 

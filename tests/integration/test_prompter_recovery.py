@@ -29,10 +29,12 @@ from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.worker_factory import open_worker
+from relax_events.runtime.control_view import ControlView
 from relax_events.staleness import build_group_end
 from relax_events.topics import TopicPlan
 from relax_events.topics.partitions import TopicPartition
 from tests.unit.image_model import build_image_model, image_file
+from workers import prompter
 from workers.prompter import ENDS, HELD, PrompterLoop
 
 CODEC = EventCodec()
@@ -360,6 +362,42 @@ def test_prompt_groups_of_a_silent_worker_are_issued_once_more(
     assert [replace(event, issued_at=0) for event in again] == [
         replace(event, issued_at=0) for event in (first[0], first[2])
     ]
+
+
+def test_prompt_groups_that_ended_together_are_issued_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    config = apply_run(
+        run={"prompts_per_step": 12, "num_steps": 1}, data={"source": write_rows(tmp_path, 30)}
+    )
+    plan = TopicPlan.from_config(config)
+    written = [issued(f"000000-{index:04}-0", row=index) for index in range(12)]
+    producer.write(
+        ProducerRecord(
+            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
+        )
+        for event in written
+    )
+    ends = [
+        build_group_end(event.prompt_group_id, Outcome.FAILED, policy_version=0, trainer_version=0)
+        for event in written
+    ]
+    passes: list[str] = []
+    monkeypatch.setattr(prompter, "failpoint", passes.append)
+    monkeypatch.setattr(
+        ControlView, "follow", lambda _, put, **__: [put(event) for event in (published(0), *ends)]
+    )
+    again = [
+        event for event in issued_by_prompter(config, connection, num_records=24) if event.attempt
+    ]
+    assert sorted(event.prompt_group_id for event in again) == [
+        f"000000-{index:04}-1" for index in range(12)
+    ]
+    assert passes.count("prompter.after_issue") == 1
 
 
 def issued_by_prompter(

@@ -545,7 +545,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
         "transactional_id",
         lambda *_: f"trainer-{next(unique)}",
     ),
-    "what ended untrained is not issued again": (PrompterLoop, "_reissue", lambda *_: None),
+    "what ended untrained is not issued again": (
+        PrompterLoop,
+        "_choose_successor",
+        lambda *_: None,
+    ),
 }
 
 RARELY_FOUND = {"the window is not looked at"}
