@@ -111,10 +111,11 @@ def run(config: RunConfig, *, index: int = 0) -> None:
 
 
 class DueGroup(NamedTuple):
-    """A prompt group that is chosen and not issued yet."""
+    """A prompt group that is chosen and not issued yet; once more, if a worker lost it."""
 
     group: IssuedGroup
     choice: SelectedRow
+    lost_worker: str = ""
 
 
 class PrompterLoop:
@@ -333,7 +334,7 @@ class PrompterLoop:
             log.warning("prompt_groups.lost", holder=worker_id, num_prompt_groups=len(names))
             groups = [self._in_flight[name] for name in names]
             readable = [group for group in groups if self._is_readable(group.row)]
-            self._choose((group, SelectedRow(group.row)) for group in readable)
+            self._due += [DueGroup(group, SelectedRow(group.row), worker_id) for group in readable]
 
     def _apply_end(self, event: PromptGroupEnded) -> None:
         ended = self._in_flight.pop(event.prompt_group_id, None)
@@ -412,10 +413,10 @@ class PrompterLoop:
         if not due:
             return
         started = time.monotonic()
-        issuing = [self._begin_trace(group) for group, _ in due]
+        issuing = [self._begin_trace(one.group) for one in due]
         with self._worker.lifecycle.piece("issue prompt groups"):
             self._producer.write(
-                (self._record(group, choice) for group, choice in due),
+                (self._record(one) for one in due),
                 max_batch_records=self._config.prompt_groups_per_lease(
                     num_workers=self._count_rollout_workers()
                 ),
@@ -424,7 +425,7 @@ class PrompterLoop:
             work.end()
         failpoint("prompter.after_issue")
         self._worker.lifecycle.record_processed(len(due), started)
-        skipped_rows = Counter(reason for _, choice in due for reason in choice.skipped.values())
+        skipped_rows = Counter(reason for one in due for reason in one.choice.skipped.values())
         log.info(
             "prompt_groups.issued",
             num_prompt_groups=len(due),
@@ -449,7 +450,12 @@ class PrompterLoop:
             row=group.row,
         )
 
-    def _record(self, group: IssuedGroup, choice: SelectedRow) -> ProducerRecord:
+    def _record(self, due: DueGroup) -> ProducerRecord:
         return build_prompt_record(
-            self._worker, group, choice, stream=self._stream, read_messages=self._messages_of
+            self._worker,
+            due.group,
+            due.choice,
+            stream=self._stream,
+            read_messages=self._messages_of,
+            lost_worker=due.lost_worker,
         )

@@ -71,6 +71,9 @@ class PromptGroupIssued:
     """Seed from which each sample's seed is derived."""
     issued_at: int = field(default_factory=now_micros)
     """When it was issued (UTC)."""
+    lost_worker: str | None = None
+    """Empty at the first issue. The worker that held it when its heartbeats ended, where it is
+    issued once more, under the same id. Null if the writer gave none."""
 
 
 @immutable(frozen=True, slots=True, kw_only=True)

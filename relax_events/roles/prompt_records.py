@@ -20,6 +20,7 @@ def build_prompt_record(
     *,
     stream: PromptStream,
     read_messages: MessageReader,
+    lost_worker: str = "",
 ) -> ProducerRecord:
     """Build the record of a prompt group.
 
@@ -29,6 +30,7 @@ def build_prompt_record(
         choice: The row, and the rows that were skipped for it.
         stream: Where the row is.
         read_messages: Returns a row's messages, whose media are stored.
+        lost_worker: The silent worker for which it is issued once more.
     Raises:
         MediaError: A file of the row can't be read.
     """
@@ -54,6 +56,7 @@ def build_prompt_record(
         completions=row.completions,
         skipped_rows={str(number): reason for number, reason in choice.skipped.items()},
         seed=derive_seed(run.seed, group),
+        lost_worker=lost_worker,
     )
     partition = compute_shard(group.prompt_group_id, shards=worker.plan.queue_partitions)
     return worker.records.build(

@@ -359,8 +359,9 @@ def test_prompt_groups_of_a_silent_worker_are_issued_once_more(
     events = issued_by_prompter(config, connection, num_records=5)
     first, again = events[:3], events[3:]
     assert [event.prompt_group_id for event in again] == ["000000-0000-0", "000000-0002-0"]
+    assert {event.lost_worker for event in first} == {""}
     assert [replace(event, issued_at=0) for event in again] == [
-        replace(event, issued_at=0) for event in (first[0], first[2])
+        replace(event, issued_at=0, lost_worker="rollout-0") for event in (first[0], first[2])
     ]
 
 

@@ -156,7 +156,7 @@ def test_nested_fields_are_shown_by_their_path() -> None:
     ) == ("boolean", "false")
     assert rows["lengths.reference.digest"].type == "Sha256 (32 bytes)"
     assert rows["messages[].parts[].media.digest"].doc == "SHA-256 of the encoded media."
-    *_, issued_at = field_rows(current_release(schema_directory()).find("PromptGroupIssued"))
+    *_, issued_at, _ = field_rows(current_release(schema_directory()).find("PromptGroupIssued"))
     assert (issued_at.path, issued_at.logical_type) == ("issued_at", "timestamp-micros")
 
 
