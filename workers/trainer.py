@@ -49,6 +49,7 @@ from relax_events.training.batch.assembly import BatchAssembler
 from relax_events.training.batch.balanced_batches import BalancedBatches
 from relax_events.training.batch.batch_opener import BatchOpener
 from relax_events.training.batch.live_batches import IDLE_SECONDS, LiveBatches
+from relax_events.training.batch.paths import longest_path
 from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.checkpoint.checkpoints import Checkpoints, CheckpointSchedule
 from relax_events.training.checkpoint.pending import PendingCheckpoint
@@ -283,18 +284,14 @@ class TrainLoop:
             self._progress_in_step()
             return
         started = time.monotonic()
-        num_tokens, max_tokens = (
-            sum(len(sample.tokens) for sample in micro_batch),
-            self._config.trainer.max_tokens_per_micro_batch,
-        )
-        if (
-            num_tokens > max_tokens
-        ):  # the batch cannot be split further: after an out-of-memory error this line names it
-            longest = max(micro_batch, key=lambda sample: len(sample.tokens))
+        num_tokens = sum(len(sample.tokens) for sample in micro_batch)
+        longest = max(micro_batch, key=longest_path)
+        max_tokens = self._config.trainer.max_tokens_per_micro_batch
+        if longest_path(longest) > max_tokens:  # a path can't be split
             log.warning(
-                "micro_batch.above_budget",
+                "path.above_budget",
                 sample_id=longest.sample_id,
-                num_tokens=num_tokens,
+                num_tokens=longest_path(longest),
                 max_tokens=max_tokens,
             )
         with (

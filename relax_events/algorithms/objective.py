@@ -97,7 +97,7 @@ class ObjectiveInputs:
         teacher_logprobs: Of the teacher, where the algorithm has one.
         token_set: Where the loss compares policy and teacher over several token ids.
         staleness: Versions that each token is behind the trainer, where that is bounded.
-        imbalance: Load-balancing loss of each sample, where experts are balanced.
+        imbalance: Load-balancing loss of each token's path, where experts are balanced.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -111,7 +111,7 @@ class ObjectiveInputs:
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
     token_set: TokenSet | None = None
     staleness: Float[Tensor, " tokens"] | None = None
-    imbalance: Float[Tensor, " samples"] | None = None
+    imbalance: Float[Tensor, " tokens"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +156,22 @@ class Objective:
         """Count this part's share of the step's normaliser."""
         return num_units(num_loss_tokens, aggregation=self.algorithm.aggregation)
 
-    def sample_weights(self, num_loss_tokens: Int[Tensor, " samples"]) -> Float[Tensor, " samples"]:
-        """Return the weight of each sample in the loss, before the step's normaliser."""
+    def path_weights(
+        self,
+        num_loss_tokens: Int[Tensor, " samples"],
+        num_path_loss_tokens: Int[Tensor, " paths"],
+    ) -> Float[Tensor, " paths"]:
+        """Return the weight of each path of the samples in the loss, before the step's
+        normaliser.
+        """
         weights = token_weights(
             num_loss_tokens,
             aggregation=self.algorithm.aggregation,
             length_normaliser=self._length_normaliser,
             dtype=torch.float64,
         )
-        owners = torch.arange(len(num_loss_tokens)).repeat_interleave(num_loss_tokens)
-        return weights.new_zeros(len(num_loss_tokens)).index_add(0, owners, weights)
+        owners = torch.arange(len(num_path_loss_tokens)).repeat_interleave(num_path_loss_tokens)
+        return weights.new_zeros(len(num_path_loss_tokens)).index_add(0, owners, weights)
 
     def __call__(self, inputs: ObjectiveInputs) -> TokenLosses:
         """Compute the losses of a micro-batch.
@@ -205,7 +211,7 @@ class Objective:
             losses = losses - algorithm.entropy_coefficient * inputs.entropies
         imbalance = torch.zeros_like(inputs.logprobs)
         if algorithm.load_balancing_coefficient and inputs.imbalance is not None:
-            imbalance = inputs.imbalance.repeat_interleave(inputs.num_loss_tokens)
+            imbalance = inputs.imbalance
             losses = losses + algorithm.load_balancing_coefficient * imbalance
         return TokenLosses(
             token_weights=token_weights(

@@ -163,8 +163,8 @@ class AlgorithmConfig(Section):
     entropy_coefficient: NonNegative = 0.0
     """Weight of the policy's entropy bonus."""
     load_balancing_coefficient: NonNegative = 0.0
-    """Weight of the load-balancing loss of a mixture of experts. It is computed for each sample
-    alone, prompt included, and weighted as the sample's loss tokens are."""
+    """Weight of the load-balancing loss of a mixture of experts. It is computed for each path
+    of a sample alone, prompt included, and weighted as the path's loss tokens are."""
     distill_coefficient: NonNegative = 0.0
     """Weight of the divergence from the teacher; above 0 needs the teacher role and
     `teacher.model_path`."""

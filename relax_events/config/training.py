@@ -126,8 +126,9 @@ class TrainerConfig(Section):
     have the same weights. A run with a larger one ends before the step is committed. 0 takes any.
     """
     max_tokens_per_micro_batch: Annotated[OrDerived[Positive], BY_MACHINE, free(ROUNDING)] = DERIVED
-    """Budget of one micro-batch in token cells, including padding where samples can't share rows. A
-    longer sample gets a micro-batch of its own. Derived: free memory of the trainer, after
+    """Budget of one micro-batch in token cells, including padding where samples can't share rows.
+    The paths of a longer sample run in several passes of at most so many; a longer path runs alone.
+    Derived: free memory of the trainer, after
     parameters, gradients, optimizer and other models, divided by the activations of a cell; at most
     16,384 on a GPU and 8,192 on the CPU."""
     share_prompts: Annotated[bool, free(ROUNDING)] = True

@@ -216,19 +216,20 @@ def imbalance(
     routed: Sequence[RoutedLayer],
     *,
     cells: Int[Tensor, " tokens"],
-    num_tokens: Int[Tensor, " samples"],
-) -> Float[Tensor, " samples"]:
-    """Return the load-balancing loss of each sample: for each layer, the number of experts times
-    the sum over experts of the share of tokens that went there and the mean probability of going
-    there; then the mean over layers. It is `top_k` where all experts are used alike.
+    num_tokens: Int[Tensor, " paths"],
+) -> Float[Tensor, " paths"]:
+    """Return the load-balancing loss of each path of the samples: for each layer, the number of
+    experts times the sum over experts of the share of tokens that went there and the mean
+    probability of going there; then the mean over layers. It is `top_k` where all experts are used
+    alike.
 
-    A sample's value depends on its own tokens alone, so it does not depend on how samples are
-    packed or spread over ranks. The gradient flows through the probabilities.
+    A path's value depends on its own tokens alone, so it does not depend on how samples are packed,
+    spread over ranks or cut into passes. The gradient flows through the probabilities.
 
     Args:
         routed: Of each layer; the gradient flows through the logits.
-        cells: The cell of each token of the concatenated samples.
-        num_tokens: Of each sample.
+        cells: The cell of each token of the concatenated paths.
+        num_tokens: Of each path.
     Source: Switch Transformers, equations 4 to 6 (arXiv 2101.03961), with top_k choices; by
     sequence as DeepSeek-V3's, equations 17 to 20 (arXiv 2412.19437).
     """

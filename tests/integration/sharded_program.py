@@ -58,6 +58,7 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "algorithm": {"old_logprobs": "trainer"},
         "leaves": {},
     },
+    "passes": {"trainer": {"max_tokens_per_micro_batch": 24}},
     "adapters_whole": {
         "lora": {"rank": 4},
         "trainer": {"activation_checkpointing": "whole"},

@@ -35,6 +35,11 @@ def test_two_ranks_that_share_a_model_train_like_one(results: dict[str, Any], na
         torch.testing.assert_close(together["weights"][key], value, rtol=0, atol=precision)
 
 
+def test_ranks_with_other_numbers_of_passes_train_as_in_one(results: dict[str, Any]) -> None:
+    for key, value in results["plain"]["weights"].items():
+        torch.testing.assert_close(results["passes"]["weights"][key], value, rtol=0, atol=1e-9)
+
+
 def test_adapters_alone_are_the_state_and_the_version(results: dict[str, Any]) -> None:
     for name in ("adapters", "image_adapters"):
         assert results[name]["weights"]

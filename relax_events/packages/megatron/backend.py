@@ -167,8 +167,9 @@ class MegatronBackend(PolicyTraining):
             loss,
             entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
             ids=loss_batch.token_sets.ids if loss_batch.token_sets else None,
-            sample_weights=self._objective.sample_weights(
-                torch.from_numpy(loss_batch.batch.num_loss_tokens)
+            path_weights=self._objective.path_weights(
+                torch.from_numpy(loss_batch.batch.num_loss_tokens),
+                torch.from_numpy(loss_batch.batch.num_path_loss_tokens),
             ).numpy(),
         )
 

@@ -1,7 +1,7 @@
 """Adds the load-balancing loss to megatron-core's routers.
 
-The loss of `models.routers.imbalance`, with the same numbers: each sample alone, layer by layer. A
-sample's tokens may lie on several ranks; these add up how many went to each expert. From then on a
+The loss of `models.routers.imbalance`, with the same numbers: each path alone, layer by layer. A
+path's tokens may lie on several ranks; these add up how many went to each expert. From then on a
 token's share of the loss depends on its own probabilities alone, so its gradient is known in the
 forward pass, on the stage that holds the layer, and joins the gradient of the logits in the
 backward pass.
@@ -27,18 +27,18 @@ from relax_events.packages.megatron.row import Row
 Routing = Callable[..., tuple[Tensor, Tensor]]
 
 
-class RowSamples(NamedTuple):
+class RowPaths(NamedTuple):
     """Whose a rank's tokens of a row are.
 
     Attributes:
-        owners: Sample of each token; of padding, the number of samples.
-        num_tokens: Of each whole sample.
-        weights: Of each sample in the loss, before the step's normaliser.
+        owners: Path of each token; of padding, the number of paths.
+        num_tokens: Of each whole path.
+        weights: Of each path in the loss, before the step's normaliser.
     """
 
     owners: Int[Tensor, " own"]
-    num_tokens: Float[Tensor, " samples"]
-    weights: Float[Tensor, " samples"]
+    num_tokens: Float[Tensor, " paths"]
+    weights: Float[Tensor, " paths"]
 
 
 class _AddGradient(torch.autograd.Function):
@@ -77,14 +77,14 @@ class ExpertBalance:
         """
         self._coefficient, self._num_layers = coefficient, num_layers
         self._tensor, self._groups = tensor, [one for one in (tensor, context) if one.size() > 1]
-        self._samples: RowSamples | None = None
+        self._paths: RowPaths | None = None
         self._is_recomputed = False
-        self._kept: list[deque[RowSamples | None]] = []
+        self._kept: list[deque[RowPaths | None]] = []
         self._sums: list[list[Tensor]] = [[] for _ in chunks]
         self._current = torch.zeros(())
         for layer in (layer for chunk in chunks for layer in chunk):
             part: Any = layer
-            kept: deque[RowSamples | None] = deque()
+            kept: deque[RowPaths | None] = deque()
             self._kept.append(kept)
             router = part.mlp.router
             router.routing = partial(self._route, router.routing, kept)
@@ -120,8 +120,8 @@ class ExpertBalance:
 
         Args:
             row: Of the micro-batch.
-            num_tokens: Of each sample.
-            weights: Of each sample in the loss.
+            num_tokens: Of each path.
+            weights: Of each path in the loss.
             device: Of the model.
             chunk: Whose layers run.
         """
@@ -134,28 +134,28 @@ class ExpertBalance:
             num_tokens.astype(np.float64),
             weights,
         )
-        self._samples = RowSamples(*(torch.from_numpy(array).to(device) for array in arrays))
+        self._paths = RowPaths(*(torch.from_numpy(array).to(device) for array in arrays))
         self._current = torch.zeros((), dtype=torch.float64, device=device)
         self._sums[chunk].append(self._current)
         try:
             yield
         finally:
-            self._samples = None
+            self._paths = None
 
     def _route(
-        self, routing: Routing, kept: deque[RowSamples | None], logits: Tensor, **arguments: Any
+        self, routing: Routing, kept: deque[RowPaths | None], logits: Tensor, **arguments: Any
     ) -> tuple[Tensor, Tensor]:
-        samples, is_forward = self._samples, True
+        paths, is_forward = self._paths, True
         if self._is_recomputed:
             if torch.is_grad_enabled():  # of the backward pass: the forward pass has none here
-                samples, is_forward = kept.popleft(), False
+                paths, is_forward = kept.popleft(), False
             else:
-                kept.append(samples)
-        if samples is None:
+                kept.append(paths)
+        if paths is None:
             return routing(logits, **arguments)
         later: list[Tensor] = []
         probabilities, routed = routing(_AddGradient.apply(logits, later), **arguments)
-        gradient, imbalance = self._measure(logits.detach(), routed, samples)
+        gradient, imbalance = self._measure(logits.detach(), routed, paths)
         later.append(gradient.to(logits.dtype).view_as(logits))
         if is_forward:
             self._current += imbalance
@@ -163,28 +163,28 @@ class ExpertBalance:
 
     @torch.no_grad()
     def _measure(
-        self, logits: Tensor, routed: Tensor, samples: RowSamples
+        self, logits: Tensor, routed: Tensor, paths: RowPaths
     ) -> tuple[Float[Tensor, "own experts"], Tensor]:
         """Return the gradient of the loss at this rank's logits, and this layer's share of the
         weighted loss.
         """
-        flat = logits.reshape(len(samples.owners), -1)
+        flat = logits.reshape(len(paths.owners), -1)
         probabilities = flat.softmax(-1, dtype=torch.promote_types(flat.dtype, torch.float32))
-        used = self._sum_by_sample(routed.to(probabilities.dtype), samples)
-        counts = samples.num_tokens.to(probabilities.dtype)[:, None]
-        scale = samples.weights.to(probabilities.dtype) * flat.shape[1] / self._num_layers
+        used = self._sum_by_path(routed.to(probabilities.dtype), paths)
+        counts = paths.num_tokens.to(probabilities.dtype)[:, None]
+        scale = paths.weights.to(probabilities.dtype) * flat.shape[1] / self._num_layers
         slopes = scale[:, None] * used / counts / counts
-        imbalance = (slopes * self._sum_by_sample(probabilities, samples)).sum()
-        padded = torch.cat([slopes, slopes.new_zeros(1, slopes.shape[1])])[samples.owners]
+        imbalance = (slopes * self._sum_by_path(probabilities, paths)).sum()
+        padded = torch.cat([slopes, slopes.new_zeros(1, slopes.shape[1])])[paths.owners]
         mean = (probabilities * padded).sum(-1, keepdim=True)
         return self._coefficient * probabilities * (padded - mean), imbalance.double()
 
-    def _sum_by_sample(
-        self, values: Float[Tensor, "own experts"], samples: RowSamples
-    ) -> Float[Tensor, "samples experts"]:
-        """Add up the values of each sample's tokens, over the ranks that hold some; collective."""
-        sums = values.new_zeros(len(samples.num_tokens) + 1, values.shape[1])
-        sums.index_add_(0, samples.owners, values)
+    def _sum_by_path(
+        self, values: Float[Tensor, "own experts"], paths: RowPaths
+    ) -> Float[Tensor, "paths experts"]:
+        """Add up the values of each path's tokens, over the ranks that hold some; collective."""
+        sums = values.new_zeros(len(paths.num_tokens) + 1, values.shape[1])
+        sums.index_add_(0, paths.owners, values)
         for group in self._groups:
             dist.all_reduce(sums, group=group)
         return sums[:-1]

@@ -58,14 +58,14 @@ class Work(NamedTuple):
         loss: Returns the loss, on the last pipeline stage. Without gradients, its result is unused.
         entropy_gradient: Compute entropies with gradient.
         ids: Token ids whose log-probabilities are also computed, [loss_tokens, ids].
-        sample_weights: Of each sample in the loss, where experts are balanced.
+        path_weights: Of each path in the loss, where experts are balanced.
     """
 
     batch: PackedBatch | None
     loss: LossFunction
     entropy_gradient: bool = False
     ids: NDArray[np.int64] | None = None
-    sample_weights: NDArray[np.floating] | None = None
+    path_weights: NDArray[np.floating] | None = None
 
 
 class ModelStage:
@@ -226,12 +226,12 @@ class ModelStage:
 
     def _balanced(self, work: Work, row: Row, chunk: Any) -> AbstractContextManager[None]:
         """Balance the experts of a micro-batch that is trained, if they are to be."""
-        if self._balance is None or work.batch is None or work.sample_weights is None:
+        if self._balance is None or work.batch is None or work.path_weights is None:
             return nullcontext()
         return self._balance.balance(
             row,
-            num_tokens=work.batch.num_sample_tokens,
-            weights=work.sample_weights,
+            num_tokens=work.batch.num_path_tokens,
+            weights=work.path_weights,
             device=self.device,
             chunk=chunk.vp_stage or 0,
         )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -49,20 +49,19 @@ MIN_LONG_ROW = 2048
 """Tokens of a row in which a mask costs more than a call for each sequence, on a GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """At each loss token: the log-probability of the token, and the entropy of the distribution
     that it was sampled from, in nats.
 
     `ids` are the requested ones, usually none, and `id_logprobs` their log-probabilities.
-    `imbalance` is the load-balancing loss of each sample, or of no sample where it is not computed.
+    `imbalance` is the load-balancing loss of each token's path; empty where it is not computed.
     """
 
     logprobs: Float[Tensor, " loss_tokens"]
     entropies: Float[Tensor, " loss_tokens"]
     ids: Int[Tensor, "loss_tokens ids"]
     id_logprobs: Float[Tensor, "loss_tokens ids"]
-    imbalance: Float[Tensor, " samples"]
+    imbalance: Float[Tensor, " balanced_tokens"]
 
 
 class PolicyModel:
@@ -225,14 +224,15 @@ class PolicyModel:
 
     def _imbalance(
         self, routed: Sequence[RoutedLayer], batch: PackedBatch
-    ) -> Float[Tensor, " samples"]:
+    ) -> Float[Tensor, " balanced_tokens"]:
         if not routed:
             return torch.zeros(0, device=self.device)
-        cells, num_tokens = (
+        cells, num_tokens, num_loss_tokens = (
             torch.from_numpy(array).to(self.device)
-            for array in (batch.cells, batch.num_sample_tokens)
+            for array in (batch.cells, batch.num_path_tokens, batch.num_path_loss_tokens)
         )
-        return imbalance(routed, cells=cells, num_tokens=num_tokens)
+        by_path = imbalance(routed, cells=cells, num_tokens=num_tokens)
+        return by_path.repeat_interleave(num_loss_tokens)
 
     def _replay_routing(self, experts: ReplayedExperts | None) -> AbstractContextManager[None]:
         return (

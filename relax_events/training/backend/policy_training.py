@@ -163,6 +163,7 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
         loss_batch = LossBatch.from_samples(
             samples,
             algorithm=algorithm,
+            max_cells=self._max_cells,
             vocab_size=model.vocab_size,
             share_rows=model.shares_rows,
             sharing=sharing,

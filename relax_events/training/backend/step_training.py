@@ -10,6 +10,7 @@ A backend adds the model: how micro-batches run forward and backward, and the pa
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 import structlog
 import torch
+from torch import Tensor
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import RunFailed, StepNotFinite
@@ -49,7 +51,65 @@ class TrainingBatch(Protocol):
 
 Batch = TypeVar("Batch", bound=TrainingBatch)
 Update = TypeVar("Update")
+Outputs = tuple[Tensor, ...]
+"""What a pass of the model computes at its loss tokens."""
 Metrics = TypeVar("Metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPass(Generic[Batch]):
+    """A pass of the model: a micro-batch, or a part of one that is larger than a pass may be.
+
+    Attributes:
+        whole: The micro-batch.
+        batch: What the model runs.
+        tokens: Of the loss tokens of the micro-batch.
+        is_last: Whether it is the micro-batch's last one.
+    """
+
+    whole: Batch
+    batch: PackedBatch
+    tokens: slice
+    is_last: bool
+
+
+def list_passes(batches: Iterable[Batch]) -> Iterator[ModelPass[Batch]]:
+    """Yield the passes of micro-batches that have loss tokens. A part without one has no gradient,
+    and does not run.
+    """
+    for whole in batches:
+        parts = [part for part in whole.batch.parts or (whole.batch,) if len(part.targets)]
+        end = 0
+        for part in parts:
+            start, end = end, end + len(part.targets)
+            yield ModelPass(whole, part, slice(start, end), part is parts[-1])
+
+
+def join_outputs(outputs: Sequence[Outputs]) -> Outputs:
+    """Concatenate what the passes of a micro-batch computed at its loss tokens, as leaves that a
+    loss of all of them has gradients at.
+    """
+    return tuple(
+        torch.cat(values).detach().requires_grad_(values[0].is_floating_point())
+        for values in zip(*outputs, strict=True)
+    )
+
+
+def push_back(outputs: Outputs, leaves: Outputs, tokens: slice) -> None:
+    """Run a pass backward from the gradients that the loss of its whole micro-batch has at its
+    outputs: so the passes add up to the gradient of one, whatever couples their tokens.
+
+    Args:
+        outputs: Of the pass, computed again with gradient.
+        leaves: From `join_outputs`; the loss has run backward.
+        tokens: Those of the pass.
+    """
+    gradients = [
+        (output, leaf.grad[tokens])
+        for output, leaf in zip(outputs, leaves, strict=True)
+        if output.requires_grad and leaf.grad is not None
+    ]
+    torch.autograd.backward([one for one, _ in gradients], [one for _, one in gradients])
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +137,10 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
     _parameters: ParameterStore
     waits_for_step: bool
     """Whether all micro-batches run in `step`, because forward passes are collective."""
+    max_cells: int
+    """Budget of a pass of the model, in tokens; see `pack_in_passes`."""
+    cuts_samples = False
+    """Whether the paths of a micro-batch above this budget run in several passes."""
 
     def __init__(
         self,
@@ -108,6 +172,7 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
             ranks=mini_batch_ranks,
             whole_prompt_groups=whole_prompt_groups,
         )
+        self.max_cells = trainer.max_tokens_per_micro_batch
         self._report_progress: Callable[[], None] = lambda: None
         self._reset_step()
 
@@ -190,8 +255,12 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
         max_cells, whole = self._trainer.max_tokens_per_micro_batch, self._whole_prompt_groups
         return cut_by_cells(micro_batch, max_cells=max_cells, whole_prompt_groups=whole)
 
+    @property
+    def _max_cells(self) -> int:
+        return self.max_cells if self.cuts_samples else sys.maxsize
+
     def on_progress(self, report_progress: Callable[[], None]) -> None:
-        """Call this after each micro-batch that `step` runs; see `TrainerBackend`."""
+        """Call this after each pass that `step` runs; see `TrainerBackend`."""
         self._report_progress = report_progress
 
     def step(self) -> Metrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ from relax_events.models.causal_lm import choose_device
 from relax_events.models.families import Family, freeze
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
-from relax_events.training.backend.policy_model import PolicyModel
+from relax_events.training.backend.policy_model import PolicyModel, TokenLogprobs
 from relax_events.training.backend.policy_training import PolicyTraining
 from relax_events.training.backend.protocol import Critic, Scorer
 from relax_events.training.backend.sharded_parameters import ShardedParameters
-from relax_events.training.backend.torch_layout import TorchLayout
+from relax_events.training.backend.step_training import ModelPass, Outputs, list_passes
+from relax_events.training.backend.torch_layout import ModelCalls, TorchLayout
 from relax_events.training.backend.weight_stream import split_into_buckets
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.sample_intake import SampleMedia
@@ -35,6 +36,7 @@ class TorchBackend(PolicyTraining):
 
     _model: PolicyModel
     _parameters: FlatParameters | ShardedParameters
+    cuts_samples = True
 
     def _open_model(self, dtype: torch.dtype) -> None:
         """Load the whole model; see `StepTraining`."""
@@ -81,36 +83,40 @@ class TorchBackend(PolicyTraining):
         """False: each rank has the whole model."""
         return False
 
-    def _run_together(self, loss_batches: Sequence[LossBatch]) -> Iterator[LossBatch]:
-        """Yield micro-batches whose forward passes the caller runs; see `TorchLayout`."""
-        return self._layout.run_together(
-            loss_batches,
-            run_idle=self._model.idle_output,
-            report_progress=lambda: self._report_progress(),
-        )
-
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
         """Run micro-batches forward and backward; see `PolicyTraining`."""
-        for loss_batch in self._run_together(loss_batches):
-            ids = loss_batch.token_sets.ids if loss_batch.token_sets else None
-            result = self._model.token_logprobs(
-                loss_batch.batch,
+
+        def run(one: ModelPass[LossBatch]) -> TokenLogprobs:
+            sets = one.whole.token_sets
+            return self._model.token_logprobs(
+                one.batch,
                 entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
-                ids=ids,
+                ids=sets.ids[one.tokens] if sets else None,
             )
-            loss, sums = self._compute_loss(loss_batch, result, cutoff)
-            loss.backward()
-            self._record(loss_batch, sums, self._parameters.gradient_sum())
-            self._report_progress()
+
+        def compute_loss(whole: LossBatch, outputs: Outputs) -> tuple[Tensor, Callable[[], None]]:
+            loss, sums = self._compute_loss(whole, TokenLogprobs(*outputs), cutoff)
+            return loss, lambda: self._record(whole, sums, self._parameters.gradient_sum())
+
+        calls = ModelCalls(
+            run, compute_loss, self._model.idle_output, lambda: self._report_progress()
+        )
+        self._layout.train(loss_batches, calls)
 
     def _score_all(self, loss_batches: Sequence[LossBatch]) -> Iterator[NDArray[np.floating]]:
         """Yield the log-probabilities of micro-batches; see `PolicyTraining`."""
+        logprobs: list[NDArray[np.floating]] = []
+        passes = self._layout.run_together(
+            list_passes(loss_batches),
+            run_idle=self._model.idle_output,
+            report_progress=lambda: self._report_progress(),
+        )
         with torch.no_grad():
-            for loss_batch in self._run_together(loss_batches):
-                logprobs: NDArray[np.floating] = (
-                    self._model.token_logprobs(loss_batch.batch).logprobs.cpu().numpy()
-                )
-                yield logprobs
+            for one in passes:
+                logprobs.append(self._model.token_logprobs(one.batch).logprobs.cpu().numpy())
+                if one.is_last:
+                    yield np.concatenate(logprobs)
+                    logprobs.clear()
 
     def weight_buckets(self, *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
         """Yield the weights, tied tensors once, or the adapters alone; see `TrainerBackend`."""

@@ -16,7 +16,7 @@ from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.scoring import group_by_padded_length, pack_in_own_rows
 from relax_events.training.backend.sharded_parameters import ShardedParameters
-from relax_events.training.backend.torch_layout import Batch, TorchLayout
+from relax_events.training.backend.torch_layout import ModelCalls, TorchLayout
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.backend.value_training import ValueBatch, ValueTraining
 from relax_events.training.batch.packing import PackedBatch
@@ -31,6 +31,7 @@ class TorchCritic(ValueTraining):
 
     _model: ValueModel
     _parameters: FlatParameters | ShardedParameters
+    cuts_samples = True
 
     def _open_model(self, dtype: torch.dtype) -> None:
         """Load the value model, sharded over several ranks (FSDP2); see `StepTraining`."""
@@ -52,19 +53,15 @@ class TorchCritic(ValueTraining):
         self._media = SampleMedia(self._model.family, MediaLibrary(config, model_path=path))
         self._parameters = self._layout.open_parameters(self._model.module)
 
-    def _run_together(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield micro-batches whose forward passes the caller runs; see `TorchLayout`."""
-        return self._layout.run_together(
-            batches,
-            run_idle=self._model.idle_output,
-            report_progress=lambda: self._report_progress(),
-        )
-
     def _train_all(self, value_batches: Iterable[ValueBatch]) -> None:
         """Run micro-batches forward and backward; see `ValueTraining`."""
-        for packed in self._run_together(value_batches):
-            self._compute_loss(packed, self._model.token_values(packed.batch)).backward()
-            self._report_progress()
+        calls: ModelCalls[ValueBatch] = ModelCalls(
+            lambda one: (self._model.token_values(one.batch),),
+            lambda whole, outputs: (self._compute_loss(whole, *outputs), lambda: None),
+            self._model.idle_output,
+            lambda: self._report_progress(),
+        )
+        self._layout.train(value_batches, calls)
 
     def _score_groups(self, paths: Sequence[TokenSequence]) -> list[list[int]]:
         return list(
@@ -77,7 +74,12 @@ class TorchCritic(ValueTraining):
 
     def _score_all(self, batches: Sequence[PackedBatch]) -> Iterator[NDArray[np.float32]]:
         """Yield the values of micro-batches; see `ValueTraining`."""
+        passes = self._layout.run_together(
+            batches,
+            run_idle=self._model.idle_output,
+            report_progress=lambda: self._report_progress(),
+        )
         with torch.no_grad():
-            for batch in self._run_together(batches):
+            for batch in passes:
                 values: NDArray[np.float32] = self._model.token_values(batch).float().cpu().numpy()
                 yield values

@@ -4,9 +4,10 @@ each, or sharded over all of them (FSDP2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +18,35 @@ from relax_events.errors import ConfigError
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.recomputation import recompute_layers
 from relax_events.training.backend.sharded_parameters import ShardedParameters, shard_model
+from relax_events.training.backend.step_training import (
+    Batch,
+    ModelPass,
+    Outputs,
+    join_outputs,
+    list_passes,
+    push_back,
+)
 from relax_events.training.ranks import Ranks
 
-Batch = TypeVar("Batch")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCalls(Generic[Batch]):
+    """What training needs of a model.
+
+    Attributes:
+        run: Runs a pass forward.
+        compute_loss: Returns the loss of a micro-batch from the outputs of all of its passes, and
+            what records it once they ran backward.
+        run_idle: Runs an empty pass forward; see `TorchLayout.run_together`.
+        report_progress: Called after each pass.
+    """
+
+    run: Callable[[ModelPass[Batch]], Outputs]
+    compute_loss: Callable[[Batch, Outputs], tuple[Tensor, Callable[[], None]]]
+    run_idle: Callable[[], Tensor]
+    report_progress: Callable[[], None]
 
 
 class TorchLayout:
@@ -60,14 +87,68 @@ class TorchLayout:
             return ShardedParameters(module, config=self._trainer, ranks=self._ranks)
         return FlatParameters(module, config=self._trainer)
 
+    def train(self, batches: Iterable[Batch], calls: ModelCalls[Batch]) -> None:
+        """Run micro-batches forward and backward. One that has parts runs forward without gradient
+        first, part by part; its loss is computed from all of them, and then each part runs again,
+        with gradient.
+
+        Args:
+            batches: Of this rank, in order.
+            calls: Of the model.
+        """
+        for together in [list(batches)] if self.is_sharded else ([one] for one in batches):
+            self._train_together(together, calls)
+
+    def _train_together(self, batches: Sequence[Batch], calls: ModelCalls[Batch]) -> None:
+        lost = self._differentiate([one for one in batches if one.batch.parts], calls)
+        for one in self._run_passes(batches, calls):
+            outputs = calls.run(one)
+            if one.whole.batch.parts:
+                leaves, record = lost[id(one.whole)]
+                push_back(outputs, leaves, one.tokens)
+            else:
+                loss, record = calls.compute_loss(one.whole, outputs)
+                loss.backward()
+            if one.is_last:
+                record()
+            calls.report_progress()
+
+    def _differentiate(
+        self, batches: Sequence[Batch], calls: ModelCalls[Batch]
+    ) -> dict[int, tuple[Outputs, Callable[[], None]]]:
+        """Return the outputs of micro-batches, whose losses have run backward to them, by identity,
+        and what records each.
+        """
+        lost: dict[int, tuple[Outputs, Callable[[], None]]] = {}
+        outputs: list[Outputs] = []
+        with torch.no_grad():
+            for one in self._run_passes(batches, calls):
+                outputs.append(calls.run(one))
+                calls.report_progress()
+                if one.is_last:
+                    with torch.enable_grad():
+                        leaves = join_outputs(outputs)
+                        loss, record = calls.compute_loss(one.whole, leaves)
+                        loss.backward()
+                    lost[id(one.whole)] = leaves, record
+                    outputs.clear()
+        return lost
+
+    def _run_passes(
+        self, batches: Sequence[Batch], calls: ModelCalls[Batch]
+    ) -> Iterator[ModelPass[Batch]]:
+        return self.run_together(
+            list_passes(batches), run_idle=calls.run_idle, report_progress=calls.report_progress
+        )
+
     def run_together(
         self,
-        batches: Iterable[Batch],
+        batches: Iterable[T],
         *,
         run_idle: Callable[[], Tensor],
         report_progress: Callable[[], None],
-    ) -> Iterator[Batch]:
-        """Yield micro-batches whose forward passes the caller runs. Where these are collective, run
+    ) -> Iterator[T]:
+        """Yield passes that the caller runs forward. Where these are collective, run
         empty ones as often as other ranks have more.
 
         Args:

@@ -27,7 +27,7 @@ from relax_events.training.backend.learning_rate import compute_scheduled_learni
 from relax_events.training.backend.protocol import ValueMetrics
 from relax_events.training.backend.scoring import unpack_values
 from relax_events.training.backend.step_training import StepTraining, StepUpdates
-from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack
+from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack_in_passes
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import TokenSequence
 from relax_events.training.batch.truncation import mask_truncated
@@ -147,7 +147,12 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
 
     def _pack(self, samples: Sequence[SampleReady]) -> ValueBatch:
         samples = mask_truncated(samples, algorithm=self._config.algorithm)
-        batch = pack(samples, vocab_size=self._model.vocab_size, share_rows=self._model.shares_rows)
+        batch = pack_in_passes(
+            samples,
+            max_cells=self._max_cells,
+            vocab_size=self._model.vocab_size,
+            share_rows=self._model.shares_rows,
+        )
         advantages, old = (
             gather_loss_values(samples, field).astype(np.float64)
             for field in ("advantages", "values")

@@ -21,7 +21,7 @@ from relax_events.training.batch.packing import (
     PackedBatch,
     gather_loss_values,
     gather_staleness,
-    pack,
+    pack_in_passes,
     require_whole_prompt_groups,
 )
 from relax_events.training.batch.row_layout import TokenSets
@@ -56,13 +56,15 @@ class LossBatch:
         samples: Sequence[SampleReady],
         *,
         algorithm: AlgorithmConfig,
+        max_cells: int,
         vocab_size: int,
         share_rows: bool,
         sharing: PrefixSharing | None = None,
         experts: ExpertShape | None = None,
         trainer_version: int = 0,
     ) -> LossBatch:
-        """Pack samples of a step that trains `trainer_version`; see `pack` for the arguments.
+        """Pack samples of a step that trains `trainer_version`; see `pack_in_passes` for the
+        arguments.
 
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
@@ -70,8 +72,13 @@ class LossBatch:
         samples = mask_truncated(samples, algorithm=algorithm)
         if algorithm.needs_whole_groups:
             require_whole_prompt_groups(samples)
-        batch = pack(
-            samples, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts
+        batch = pack_in_passes(
+            samples,
+            max_cells=max_cells,
+            vocab_size=vocab_size,
+            share_rows=share_rows,
+            sharing=sharing,
+            experts=experts,
         )
         values = {
             name: gather_loss_values(samples, field)
@@ -101,10 +108,11 @@ class LossBatch:
         return replace(self, values={**self.values, "old": logprobs})
 
     def without_model_inputs(self) -> LossBatch:
-        """Return a copy without the large inputs that only the model needs: media and routed
-        experts.
+        """Return a copy without the large inputs that only the model needs: media, routed experts
+        and passes.
         """
-        return replace(self, batch=replace(self.batch, media=None, experts=None), token_sets=None)
+        batch = replace(self.batch, media=None, experts=None, parts=())
+        return replace(self, batch=batch, token_sets=None)
 
     def values_by_sample(self) -> dict[str, dict[str, NDArray[np.floating]]]:
         """Return the values of each sample's loss tokens."""

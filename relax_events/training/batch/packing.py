@@ -34,7 +34,11 @@ from relax_events.training.batch.row_layout import (
     read_array,
     token_offsets,
 )
-from relax_events.training.batch.shared_prefixes import PrefixSharing, layout_shared_prefixes
+from relax_events.training.batch.shared_prefixes import (
+    PrefixSharing,
+    cut_paths,
+    layout_shared_prefixes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class PackedBatch:
     targets: Int64[np.ndarray, " loss_tokens"]
     temperatures: Float32[np.ndarray, " loss_tokens"]
     num_loss_tokens: Int64[np.ndarray, " samples"]
-    num_sample_tokens: Int64[np.ndarray, " samples"]
+    num_path_tokens: Int64[np.ndarray, " paths"]
+    num_path_loss_tokens: Int64[np.ndarray, " paths"]
     num_tokens: int
     cells: Int64[np.ndarray, " tokens"]
     """Cell of each token of the concatenated samples; several tokens have the same cell where a
@@ -58,6 +63,9 @@ class PackedBatch:
     """Where samples have media: the inputs for placeholders, and rotary positions."""
     experts: ReplayedExperts | None = None
     """Where the engine's routing is replayed: the experts of each token."""
+    parts: tuple[PackedBatch, ...] = ()
+    """Its paths, in order, cut into passes, where one pass of the model may not be so large. Only
+    these then have media and experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +179,8 @@ def cut_by_cells(
     """Cut a micro-batch whose samples can't share rows, so that no part has more cells than the
     budget: its rows, one for each path of a sample, times its longest path.
 
-    Samples of similar lengths are combined, to minimise padding. A sample longer than the budget is
-    a part of its own.
+    Samples of similar lengths are combined, to minimise padding. A sample of more cells is not cut
+    here: its paths run in several passes.
 
     Args:
         samples: In any number.
@@ -270,12 +278,53 @@ def pack(
         targets=tokens[mask],
         temperatures=np.repeat(temperatures, num_loss_tokens),
         num_loss_tokens=num_loss_tokens,
-        num_sample_tokens=sums_by_sample(lengths, samples),
+        num_path_tokens=lengths,
+        num_path_loss_tokens=num_in_paths,
         num_tokens=len(tokens),
         cells=layout.cells,
         tree=layout.tree,
         experts=None if experts is None else _replayed_experts(paths, lengths, layout, experts),
     )
+
+
+def pack_in_passes(
+    samples: Sequence[TokenSequence],
+    *,
+    max_cells: int,
+    vocab_size: int,
+    share_rows: bool = True,
+    sharing: PrefixSharing | None = None,
+    experts: ExpertShape | None = None,
+) -> PackedBatch:
+    """Pack a micro-batch as `pack` does. If a pass of the model may not be so large, its paths are
+    also packed as `parts`: consecutive paths that fit a pass, or a single path that fits none.
+
+    Args:
+        samples: At least one.
+        max_cells: Budget of a pass, in tokens; a shared prefix counts once.
+        vocab_size: See `pack`, as the others.
+        share_rows: See there.
+        sharing: See there.
+        experts: See there.
+    Raises:
+        PoisonSample: As `pack`.
+    """
+
+    def pack_paths(paths: Sequence[TokenSequence]) -> PackedBatch:
+        return pack(
+            paths, vocab_size=vocab_size, share_rows=share_rows, sharing=sharing, experts=experts
+        )
+
+    whole = pack_paths(samples)
+    if whole.num_tokens <= max_cells and share_rows:
+        return whole
+    paths = split_paths(samples)
+    slices = cut_paths(
+        paths, max_cells=max_cells, share_rows=share_rows, sharing=sharing, experts=experts
+    )
+    if len(slices) == 1:
+        return whole
+    return replace(whole, experts=None, parts=tuple(pack_paths(paths[part]) for part in slices))
 
 
 def _concatenate_tokens(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -208,6 +209,15 @@ class SampleMedia:
         if not any(list_media(sample) for sample in samples):
             return batch
         paths = split_paths(samples)
+        if batch.parts:
+            rest = iter(paths)
+            return replace(
+                batch,
+                parts=tuple(
+                    self.add_to(part, list(islice(rest, len(part.num_path_tokens))))
+                    for part in batch.parts
+                ),
+            )
         lengths = [len(read_array(path, "tokens")) for path in paths]
         cells_by_path = np.split(batch.cells, np.cumsum(lengths)[:-1])
         sequences = [

@@ -5,6 +5,7 @@ prompt that prompt groups have in common. Pure functions of arrays, numpy alone.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,72 @@ def layout_shared_prefixes(
         return None
     tree = PrefixTree(np.array(ends), np.array(forks))
     return RowLayout(np.concatenate(cells), num_rows=1, row_length=last, tree=tree)
+
+
+def cut_paths(
+    paths: Sequence[TokenSequence],
+    *,
+    max_cells: int,
+    share_rows: bool,
+    sharing: PrefixSharing | None = None,
+    experts: ExpertShape | None = None,
+) -> list[slice]:
+    """Cut token sequences into consecutive slices of at most so many cells each; a sequence that
+    has more is a slice of its own.
+
+    Args:
+        paths: In trained order: the forks of an episode are neighbours.
+        max_cells: Budget of a slice. A shared prefix counts once; the padding of rows in which
+            several sequences stand does not count.
+        share_rows: Whether several may stand in one row; otherwise each has one as long as the
+            longest of its slice.
+        sharing: What counts as common; None where each prefix is computed for each sequence.
+        experts: See `layout_shared_prefixes`.
+    """
+    prefixes = None
+    if sharing is not None:
+        prefixes = _SlicePrefixes(_symbols(paths, sharing.media, experts), sharing.min_tokens)
+    slices: list[slice] = []
+    start = num_tokens = num_shared = longest = 0
+    for index, path in enumerate(paths):
+        length = len(read_array(path, "tokens"))
+        num_tokens, longest = num_tokens + length, max(longest, length)
+        num_shared += 0 if prefixes is None else prefixes.add(index)
+        is_one_row = share_rows or num_shared > 0
+        num_cells = num_tokens - num_shared if is_one_row else (index + 1 - start) * longest
+        if index > start and num_cells > max_cells:
+            slices.append(slice(start, index))
+            start, num_tokens, num_shared, longest = index, length, 0, length
+            if prefixes is not None:
+                prefixes.begin(index)
+    return [*slices, slice(start, len(paths))]
+
+
+class _SlicePrefixes:
+    """What each sequence has in common with the earlier ones of its slice."""
+
+    def __init__(self, symbols: Sequence[NDArray[np.int64]], min_tokens: int) -> None:
+        self._symbols, self._min_tokens = symbols, min_tokens
+        self._sorted: list[tuple[bytes, int]] = []
+
+    def begin(self, index: int) -> None:
+        """Begin a slice with a sequence."""
+        self._sorted.clear()
+        self.add(index)
+
+    def add(self, index: int) -> int:
+        """Add a sequence; return the tokens that it adds no cell for: by order, its longest common
+        prefix is with one of its two neighbours.
+        """
+        row = self._symbols[index].tobytes(), index
+        at = bisect(self._sorted, row)
+        neighbours = self._sorted[max(at - 1, 0) : at + 1]
+        self._sorted.insert(at, row)
+        shared = max(
+            (_shared_length(self._symbols[index], self._symbols[other]) for _, other in neighbours),
+            default=0,
+        )
+        return shared if shared >= self._min_tokens else 0
 
 
 def _shared_length(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:

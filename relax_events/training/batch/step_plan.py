@@ -47,7 +47,7 @@ class PlanRules:
 
     Attributes:
         num_ranks: Data-parallel ranks.
-        max_tokens: Budget of a micro-batch; a longer sample is one of its own.
+        max_tokens: Budget of a micro-batch; a longer sample is one of its own, of several passes.
         attention_cost: Cost of a pair of tokens in attention, relative to that of a token in all
             matrices.
         whole_prompt_groups: Keep all samples of a prompt group in one micro-batch.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from relax_events.algorithms.preferences import dpo_loss
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.types import SampleReady
+from relax_events.training.backend.policy_model import PolicyModel, TokenLogprobs
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import collect_weights
+from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, plain_model, run_config, tiny_model
@@ -195,10 +198,12 @@ def test_dpo_rejects_unpaired_samples_and_missing_reference_logprobs(ref: Tensor
         dpo_loss(tokens, dpo_beta=0.1)
 
 
-def backend(name: str, **settings: float | bool) -> TorchBackend:
+def backend(name: str, max_tokens: int = 4096, **settings: float | bool) -> TorchBackend:
     data = {} if name == "sft" else {"chosen_key": "chosen", "rejected_key": "rejected"}
     config = run_config(
-        algorithm={"name": name} | settings, trainer={"max_grad_norm": 1e9}, data=data
+        algorithm={"name": name} | settings,
+        trainer={"max_grad_norm": 1e9, "max_tokens_per_micro_batch": max_tokens},
+        data=data,
     )
     return TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
 
@@ -311,13 +316,25 @@ STEPS: list[tuple[str, dict[str, float | bool], Callable[[torch.nn.Module], Tens
 ]
 
 
+@pytest.mark.parametrize("max_tokens", [4096, 20], ids=["one pass", "passes apart from a pair"])
 @pytest.mark.parametrize(
     ("name", "settings", "loss_of"), STEPS, ids=["sft", "dpo", "dpo by token", "ipo"]
 )
 def test_backend_steps_match_a_plain_pytorch_implementation(
-    name: str, settings: dict[str, float | bool], loss_of: Callable[[torch.nn.Module], Tensor]
+    name: str,
+    settings: dict[str, float | bool],
+    loss_of: Callable[[torch.nn.Module], Tensor],
+    max_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    mine = backend(name, **settings)
+    cells, run = [], PolicyModel.token_logprobs
+
+    def record(model: PolicyModel, batch: PackedBatch, **keywords: Any) -> TokenLogprobs:
+        cells.append(len(np.unique(batch.cells)))
+        return run(model, batch, **keywords)
+
+    monkeypatch.setattr(PolicyModel, "token_logprobs", record)
+    mine = backend(name, max_tokens=max_tokens, **settings)
     expected, model = plain_steps(loss_of, num_steps=3)
     for loss in expected:
         for part in (SAMPLES[:2], SAMPLES[2:6], SAMPLES[6:]):
@@ -326,6 +343,7 @@ def test_backend_steps_match_a_plain_pytorch_implementation(
     for key, value in collect_weights(mine).items():
         # RMSNorm works in float32 in any model, and AdamW blows up gradients that are nearly zero.
         torch.testing.assert_close(value, model.get_parameter(key).detach(), rtol=0, atol=3e-5)
+    assert (max(cells) <= 20) == (max_tokens == 20)
 
 
 def test_dpo_step_reports_preference_metrics_and_neutral_rollout_metrics() -> None:

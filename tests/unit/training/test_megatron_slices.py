@@ -94,7 +94,8 @@ def batch_of(lengths: list[int]) -> PackedBatch:
         targets=ends,
         temperatures=np.ones(3, np.float32),
         num_loss_tokens=np.ones(3, np.int64),
-        num_sample_tokens=np.array(lengths),
+        num_path_tokens=np.array(lengths),
+        num_path_loss_tokens=np.ones(3, np.int64),
         num_tokens=len(cells),
         cells=cells,
     )

@@ -10,12 +10,25 @@ import torch
 from relax_events.errors import PoisonSample
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.packages.megatron.row import lay_out_row
+from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
+from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.packing import cut_by_cells, pack
 from relax_events.training.batch.paths import split_paths
+from relax_events.training.batch.shared_prefixes import PrefixSharing, cut_paths
+from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
-from tests.unit.trainer_samples import make_samples, plain_logprobs, run_config, tiny_model
-from tests.unit.training.test_torch_backend import ALGORITHM, PaddedGrpo, backend
+from tests.float64_experts import use_float64_experts
+from tests.unit.trainer_samples import (
+    make_samples,
+    plain_logprobs,
+    run_config,
+    tiny_model,
+    token_sets,
+)
+from tests.unit.training.test_load_balancing import mixture, samples
+from tests.unit.training.test_torch_backend import ALGORITHM, TRAINER, PaddedGrpo, backend
 
 PARTS = [
     changed(sample, temperature=0.7 + 0.05 * (index // 3))
@@ -138,3 +151,120 @@ def test_paths_that_are_not_the_tokens_are_refused(lengths):
     sample = changed(PARTS[0], tokens=np.arange(5), loss_mask=np.array([0, 1, 1, 0, 1]))
     with pytest.raises(PoisonSample, match="path_lengths must be positive and add up to 5"):
         pack([changed(sample, path_lengths=lengths)], vocab_size=256)
+
+
+BUDGET = 24
+IN_PASSES = {
+    "clipped": {},
+    "by sample": {"aggregation": "sample_mean", "entropy_coefficient": 0.05},
+    "sequence ratio": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.15},
+    "geometric mean": {"name": "gmpo", "clip_low": 0.2, "clip_high": 0.25},
+    "sequence correction": {"correction": "tis", "correction_level": "sequence"},
+    "rejection": {"rejection": "k3", "rejection_high": 0.04, "old_logprobs": "actor"},
+    "off-policy sequences": {"opsm_threshold": 0.02},
+    "second moment": {"m2_threshold": 0.1},
+    "several ids": {
+        "distill_coefficient": 0.5,
+        "distill_tokens": "teacher_topk",
+        "distill_top_k": 4,
+    },
+}
+
+
+def with_token_sets(sample):
+    generator = np.random.default_rng(len(sample.tokens))
+    ids, logprobs = token_sets(generator, int(sample.loss_mask.sum()))
+    teacher = sample.ref_logprobs
+    return changed(sample, topk_ids=ids, topk_teacher_logprobs=logprobs, teacher_logprobs=teacher)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Return the cells of each pass of the model, and the longest path in it."""
+    sizes, run = [], PolicyModel.token_logprobs
+
+    def record(model, batch, **settings):
+        sizes.append((len(np.unique(batch.cells)), int(batch.num_path_tokens.max())))
+        return run(model, batch, **settings)
+
+    monkeypatch.setattr(PolicyModel, "token_logprobs", record)
+    return sizes
+
+
+def trained(max_tokens, algorithm, trainer, parts, **settings):
+    mine = backend(
+        algorithm=algorithm,
+        trainer=TRAINER | {"max_tokens_per_micro_batch": max_tokens} | trainer,
+        **settings,
+    )
+    for _ in range(2):
+        for part in parts:
+            mine.accumulate(part)
+        metrics = mine.step().to_metrics()
+    return metrics, collect_weights(mine)
+
+
+MINI_BATCHES = {"num_mini_batches": 2, "share_prompts": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [*((name, {}) for name in IN_PASSES), ("clipped", MINI_BATCHES)],
+)
+def test_passes_within_the_budget_take_the_step_of_one(name, trainer, passes):
+    algorithm = ALGORITHM | IN_PASSES[name]
+    samples = [with_token_sets(sample) for sample in SAMPLES]
+    parts = (samples[:2], samples[2:])
+    whole = trained(10_000, algorithm, trainer, parts)
+    assert max(cells for cells, _ in passes) > 2 * BUDGET
+    passes.clear()
+    cut = trained(BUDGET, algorithm, trainer, parts)
+    assert all(cells <= max(BUDGET, longest) for cells, longest in passes)
+    assert whole[0] == pytest.approx(cut[0], rel=1e-6, abs=1e-9)
+    for one, weights in cut[1].items():
+        torch.testing.assert_close(weights, whole[1][one], rtol=0, atol=1e-7)
+
+
+def test_experts_are_balanced_along_each_path_whatever_its_pass(monkeypatch, passes):
+    use_float64_experts(monkeypatch)
+    algorithm = {"load_balancing_coefficient": 0.3}
+    branched = [joined(samples()[:3]), joined(samples()[3:])]
+    gradients = []
+    for max_tokens in (10_000, BUDGET):
+        trainer = {"max_tokens_per_micro_batch": max_tokens}
+        config = run_config(mixture(), algorithm=algorithm, trainer=trainer)
+        mine = TorchBackend(config, ranks=SingleRank(), dtype=torch.float64)
+        mine.accumulate(branched)
+        gradients.append(mine._parameters.gradients.clone())
+    assert passes[-1][0] <= BUDGET < passes[0][0]
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("share_rows", [True, False])
+@pytest.mark.parametrize("least", [None, 1, 8])
+def test_slices_are_as_large_as_the_budget_allows(share_rows, least):
+    generator = np.random.default_rng(1)
+    stem = generator.integers(0, 9, 40)
+    paths = []
+    for _ in range(30):
+        kept = stem[: generator.integers(0, 40)]
+        tokens = np.concatenate([kept, generator.integers(0, 9, generator.integers(2, 12))])
+        mask = (np.arange(len(tokens)) >= len(tokens) - 1).astype(np.uint8)
+        paths.append(changed(PARTS[0], tokens=tokens.astype(np.int32), loss_mask=mask))
+    sharing = None if least is None else PrefixSharing(min_tokens=least)
+
+    def count_cells(members):
+        batch = pack(members, vocab_size=9, share_rows=share_rows, sharing=sharing)
+        is_one_row = share_rows or batch.tree is not None
+        return len(np.unique(batch.cells)) if is_one_row else batch.input_ids.size
+
+    slices = cut_paths(paths, max_cells=90, share_rows=share_rows, sharing=sharing)
+    assert [index for part in slices for index in range(30)[part]] == list(range(30))
+    assert 1 < len(slices) < 30
+    for part, following in zip(slices, [*slices[1:], None], strict=True):
+        assert count_cells(paths[part]) <= 90
+        if following is not None:
+            assert count_cells(paths[part.start : following.start + 1]) > 90
+    assert [part.start for part in cut_paths(paths, max_cells=1, share_rows=True)] == list(
+        range(30)
+    )

@@ -1,5 +1,6 @@
 """The torch critic against a plain, padded value model written from the formulas."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from relax_events.errors import PoisonSample, RunFailed, WeightsError
 from relax_events.events.parts import FinishReason
 from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.backend.value_training import compute_explained_variance
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, run_config, tiny_model
@@ -33,8 +35,9 @@ SAMPLES = with_values(make_samples(7, seed=1))
 PARTS = [[SAMPLES], [SAMPLES[:3], SAMPLES[3:4], SAMPLES[4:]], [[sample] for sample in SAMPLES]]
 
 
-def critic(dtype=torch.float64, algorithm=None, **section):
-    tree = run_config(trainer={"max_grad_norm": 0.5, "weight_decay": 0.01}).model_dump()
+def critic(dtype=torch.float64, algorithm=None, trainer=None, **section):
+    trainer = {"max_grad_norm": 0.5, "weight_decay": 0.01} | (trainer or {})
+    tree = run_config(trainer=trainer).model_dump()
     named = {"algorithm": algorithm} if algorithm else {}
     return TorchCritic(
         small_run(tree | named | {"critic": {"learning_rate": 1e-2} | section}), dtype=dtype
@@ -121,6 +124,28 @@ class PaddedCritic:
             "value_mean": old.mean().item(),
             "return_mean": returns.mean().item(),
         }
+
+
+def test_passes_within_the_budget_take_the_step_of_one(monkeypatch):
+    cells, run = [], ValueModel.token_values
+
+    def record(model, batch):
+        cells.append(len(batch.cells))
+        return run(model, batch)
+
+    monkeypatch.setattr(ValueModel, "token_values", record)
+    results = []
+    for max_tokens in (10_000, 24):
+        mine = critic(
+            algorithm={"name": "ppo", "aggregation": "sample_mean"},
+            trainer={"max_tokens_per_micro_batch": max_tokens},
+        )
+        results.append((train(mine, [SAMPLES], steps=2), snapshot(mine)))
+    assert max(cells[2:]) <= 24 < cells[0]
+    (whole, state), (cut, other) = results
+    assert asdict(cut) == pytest.approx(asdict(whole), rel=1e-6)
+    for name, tensor in other.tensors.items():
+        torch.testing.assert_close(tensor, state.tensors[name], rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize(
