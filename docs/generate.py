@@ -76,7 +76,7 @@ WHAT_IS_RETURNED = """## What a function may return
 | with a list `token_rewards`, a number for each loss token | likewise | `token_rewards` |
 
 A turn is one answer of the policy: a contiguous run of loss tokens. The reward of a turn counts at its last loss token, the reward of a token at that token, and the
-rest at the sample's last loss token. A list of another length, or a number that is not finite, fails the sample, and its prompt group ends as failed. An empty list counts as none.
+rest at the sample's last loss token. A list of another length, or a number beyond the range of float32 (+-3.4e38), fails the sample, and its prompt group ends as failed. An empty list counts as none.
 [Some algorithms](algorithms.md) use the position of a reward."""
 HEADERS = f"""## Headers
 

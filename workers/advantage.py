@@ -16,7 +16,11 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
+from relax_events.algorithms.advantage_estimator import (
+    AdvantageEstimator,
+    RewardedSample,
+    require_bounded_rewards,
+)
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
@@ -190,11 +194,7 @@ class AdvantageLoop:
     def _finish(self, group: JoinedGroup) -> None:
         """Send a complete or failed prompt group to the trainer."""
         self._join.close(group)
-        failures = [
-            score.error or "no reward"
-            for score in group.scores.values()
-            if score.error is not None or score.reward is None
-        ]
+        failures = [failure for score in group.scores.values() if (failure := _find_failure(score))]
         if group.failure or failures:
             reason = f"poison: {group.failure}" if group.failure else f"reward: {failures[0]}"
             self._end(group, Outcome.FAILED, reason)
@@ -369,6 +369,17 @@ class AdvantageLoop:
         for offset in offsets:
             self._join.drop_partition(offset.topic, offset.partition)
             self._committed.pop((offset.topic, offset.partition), None)
+
+
+def _find_failure(score: SampleScored) -> str | None:
+    """Return why a score can't be used; None if it can."""
+    if score.error is not None or score.reward is None:
+        return score.error or "no reward"
+    try:
+        require_bounded_rewards(score.sample_id, score.reward, score.components)
+    except RewardError as error:
+        return str(error)
+    return None
 
 
 def _collect_evaluations(group: JoinedGroup, sample: SampleRolledOut) -> dict[str, Array]:

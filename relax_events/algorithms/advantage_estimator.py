@@ -6,7 +6,6 @@ The advantage role uses it, and so does a replay that computes new advantages. I
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.immutable import immutable
+from relax_events.events.parts import REWARD_RANGE, is_reward
 
 MAX_LOG_RATIO = 20.0
 
@@ -73,11 +73,19 @@ class AdvantageEstimator:
         Returns:
             One array for each sample, as long as its tokens.
         Raises:
-            RewardError: A reward is not finite or not what the algorithm needs, or the number of
-                rewards by turn or token is wrong.
-            ConfigError: A custom algorithm did not return a finite number for each sample.
+            RewardError: A reward or an advantage is beyond the range of float32, a reward is not
+                what the algorithm needs, or the number of rewards by turn or token is wrong.
+            ConfigError: A custom algorithm did not return a number for each sample.
         """
-        _require_finite(samples)
+        for sample in samples:
+            require_bounded_rewards(sample.sample_id, sample.reward, sample.components)
+        with np.errstate(over="ignore", invalid="ignore"):
+            advantages = self._estimate_kept(samples)
+        _require_finite_advantages(advantages, samples, name=self._algorithm.name)
+        return advantages
+
+    def _estimate_kept(self, samples: Sequence[RewardedSample]) -> list[NDArray[np.float32]]:
+        """Estimate the advantages; zeros for samples that are excluded."""
         if self._algorithm.truncated_samples != "drop" or not any(
             sample.is_truncated for sample in samples
         ):
@@ -112,7 +120,10 @@ class AdvantageEstimator:
         )
         scalars = _check_scalars(returned, num_samples=len(samples), name=self._algorithm.name)
         single = scalars.astype(np.float32)
-        advantages = [mask * scalar for mask, scalar in zip(masks, single, strict=True)]
+        advantages = [
+            np.where(mask, scalar, np.float32(0))
+            for mask, scalar in zip(masks, single, strict=True)
+        ]
         for index, penalty in enumerate(penalties):
             returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
@@ -162,9 +173,9 @@ class AdvantageEstimator:
             self._advantage(group, **self._algorithm.keywords(self._spec.advantage_settings)),
             np.float64,
         )
-        if returned.shape != shape or not np.isfinite(returned).all():
+        if returned.shape != shape:
             raise ConfigError(
-                f"algorithm {self._algorithm.name}: its advantage must return finite numbers of "
+                f"algorithm {self._algorithm.name}: its advantage must return numbers of "
                 f"shape {shape}, one for each token, got shape {returned.shape}: "
                 f"{returned.tolist()!r:.200}"
             )
@@ -283,11 +294,27 @@ def _differences(
     return np.where(mask, ours.astype(np.float64) - theirs.astype(np.float64), 0.0)
 
 
-def _require_finite(samples: Sequence[RewardedSample]) -> None:
-    for sample in samples:
-        for name, value in {"reward": sample.reward, **sample.components}.items():
-            if not math.isfinite(value):
-                raise RewardError(f"sample {sample.sample_id}: {name} must be finite, got {value}")
+def require_bounded_rewards(sample_id: str, reward: float, components: Mapping[str, float]) -> None:
+    """Check that float32 can hold a sample's reward and its components.
+
+    Raises:
+        RewardError: It can't hold one; the text names the sample and the value.
+    """
+    for name, value in {"reward": reward, **components}.items():
+        if not is_reward(value):
+            raise RewardError(f"sample {sample_id}: {name} must be {REWARD_RANGE}, got {value}")
+
+
+def _require_finite_advantages(
+    advantages: Sequence[NDArray[np.float32]], samples: Sequence[RewardedSample], *, name: str
+) -> None:
+    for values, sample in zip(advantages, samples, strict=True):
+        if not (is_finite := np.isfinite(values)).all():
+            rewards = [float(f"{each.reward:.6g}") for each in samples]
+            raise RewardError(
+                f"algorithm {name}: the advantages of sample {sample.sample_id} must be finite, "
+                f"got {values[~is_finite][0]} from the rewards {rewards!r:.200}"
+            )
 
 
 def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarray, " samples"]]:
@@ -311,9 +338,9 @@ def _check_scalars(
     returned: object, *, num_samples: int, name: str
 ) -> Float64[np.ndarray, " samples"]:
     values = np.asarray(returned, np.float64)
-    if values.shape != (num_samples,) or not np.isfinite(values).all():
+    if values.shape != (num_samples,):
         raise ConfigError(
-            f"algorithm {name}: its advantage must return {num_samples} finite numbers, one for "
+            f"algorithm {name}: its advantage must return {num_samples} numbers, one for "
             f"each sample, got {values.tolist()!r:.200}"
         )
     return values

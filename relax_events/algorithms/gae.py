@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
 from relax_events.errors import RewardError
+from relax_events.events.parts import MAX_REWARD, REWARD_RANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def _check_rewards(
             f"{what} must be one for each {unit}, and there {'is' if number == 1 else 'are'} "
             f"{number}, got {got}"
         )
-    if not np.isfinite(rewards).all():
-        position = int(np.argmin(np.isfinite(rewards)))
-        raise RewardError(f"{what} must be finite, got {rewards[position]} at {position}")
+    if not (is_bounded := np.abs(rewards) <= MAX_REWARD).all():
+        position = int(np.argmin(is_bounded))
+        raise RewardError(f"{what} must be {REWARD_RANGE}, got {rewards[position]} at {position}")
     return rewards

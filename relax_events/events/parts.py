@@ -12,12 +12,24 @@ import time
 from collections.abc import Iterable
 from dataclasses import field
 from enum import Enum, StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, SupportsFloat, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_events.events.immutable import immutable
+
+MAX_REWARD = float(np.finfo(np.float32).max)
+"""Highest magnitude of a reward and of each of its parts: advantages are float32."""
+REWARD_RANGE = "within +-3.4e38"
+
+
+def is_reward(value: SupportsFloat) -> bool:
+    """Return whether a number may be a reward: float32 can hold it."""
+    try:
+        return abs(float(value)) <= MAX_REWARD
+    except OverflowError:  # an integer
+        return False
 
 
 def now_micros() -> int:

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from relax_events.events.immutable import immutable
+from relax_events.events.parts import REWARD_RANGE, is_reward
 
 TOTAL = "reward"
 EXPLAINS = "explains"
@@ -40,8 +41,8 @@ def parse_score(
         seconds: Duration of the call.
     Raises:
         TypeError: The value is neither a number nor a non-empty dict of numbers, or a list holds
-            something else. ValueError: A number or the total is not finite, or a weighted component
-            is missing.
+            something else. ValueError: A number or the total is beyond the range of float32, or a
+            weighted component is missing.
     """
     components = dict(value) if isinstance(value, dict) else {TOTAL: value}
     if not components:
@@ -53,8 +54,8 @@ def parse_score(
     for key, part in components.items():
         if not isinstance(key, str) or not isinstance(part, Real):
             raise TypeError(f"returned {key!r}: {part!r:.60} ({type(part).__name__}); {RULE}")
-        if not math.isfinite(part):
-            raise ValueError(f"returned {key!r}: {float(part)}; rewards must be finite")
+        if not is_reward(part):
+            raise ValueError(f"returned {key!r}: {part!s:.60}; rewards must be {REWARD_RANGE}")
     numbers = {key: float(part) for key, part in components.items()}
     if weights:
         total = _weighted_sum(numbers, weights)
@@ -62,8 +63,10 @@ def parse_score(
     else:
         total = numbers.pop(TOTAL) if TOTAL in numbers else math.fsum(numbers.values())
     reward = total + sum((*(turn_rewards or ()), *(token_rewards or ())))
-    if not math.isfinite(reward):
-        raise ValueError(f"returned numbers that add up to {reward}; rewards must be finite")
+    if not is_reward(reward):
+        raise ValueError(
+            f"returned numbers that add up to {reward}; rewards must be {REWARD_RANGE}"
+        )
     return Score(reward, numbers, seconds, turn_rewards or None, token_rewards or None)
 
 
@@ -73,11 +76,12 @@ def _parse_list(value: Any, name: str) -> tuple[float, ...]:
             f"returned {name!r}: {value!r:.60} ({type(value).__name__}); it must be a list "
             "of numbers"
         )
-    numbers = tuple(map(float, value))
-    for index, part in enumerate(numbers):
-        if not math.isfinite(part):
-            raise ValueError(f"returned {part} at {index} of {name!r}; rewards must be finite")
-    return numbers
+    for index, part in enumerate(value):
+        if not is_reward(part):
+            raise ValueError(
+                f"returned {part!s:.60} at {index} of {name!r}; rewards must be {REWARD_RANGE}"
+            )
+    return tuple(map(float, value))
 
 
 def _weighted_sum(numbers: Mapping[str, float], weights: Mapping[str, float]) -> float:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample
-from relax_events.events.parts import Array, Outcome, StoredArray
+from relax_events.events.parts import REWARD_RANGE, Array, Outcome, StoredArray, is_reward
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.sample_columns import MAX_SAMPLES_PER_PROMPT
 from relax_events.events.types import (
@@ -140,9 +140,9 @@ def check_ready(events: Sequence[Event]) -> list[SampleReady]:
     samples = _check_forms(events, SampleReady, READY_ARRAYS, token_sets)
     for sample in samples:
         _check_segments(sample)
-        if not math.isfinite(sample.reward):
+        if not is_reward(sample.reward):
             raise PoisonSample(
-                f"sample {sample.sample_id}: reward must be finite, got {sample.reward}"
+                f"sample {sample.sample_id}: reward must be {REWARD_RANGE}, got {sample.reward}"
             )
     _check_values(samples, READY_ARRAYS)
     return samples

@@ -91,6 +91,7 @@ LEDGER_TOPICS = (
     "control.prompt-group-outcomes",
 )
 UNSCORABLE = "unscorable"
+HUGE_ROW = 6
 TURN_SECONDS = 100.0
 
 
@@ -403,9 +404,12 @@ class SimulatedRun:
 
     def _scored(self, sample: SampleRolledOut) -> SampleScored:
         failed = sample.answer == UNSCORABLE
+        reward = zlib.crc32(sample.sample_id.encode()) % 10 / 10
+        if sample.key.row % 8 == HUGE_ROW:  # as releases wrote it that did not bound rewards
+            reward = 1e308
         return SampleScored(
             key=sample.key,
-            reward=None if failed else zlib.crc32(sample.sample_id.encode()) % 10 / 10,
+            reward=None if failed else reward,
             error="no verdict" if failed else None,
             reward_name="hash",
         )

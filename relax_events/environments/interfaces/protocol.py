@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from relax_events.environments.reply import Reply
+from relax_events.events.parts import REWARD_RANGE, is_reward
 
 DEADLINES = {"open": "start_seconds", "step": "timeout_seconds", "close": "timeout_seconds"}
 """The key of each call's deadline, in the section `environment`."""
@@ -117,11 +117,12 @@ def read_reward(value: Any) -> float:
     """Return a reward as a number.
 
     Raises:
-        ValueError: It is none, or not finite.
+        ValueError: It is none, or beyond the range of float32.
     """
     if value is None:
         return 0.0
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the environment's reward must be a finite number, got {value!r}")
-    return number
+    if not is_reward(value):
+        raise ValueError(
+            f"the environment's reward must be a number {REWARD_RANGE}, got {value!r:.60}"
+        )
+    return float(value)

@@ -119,7 +119,7 @@ def test_custom_advantage_function_must_return_a_value_for_every_token(
     monkeypatch.setattr("relax_events.config.algorithm.find_algorithm", lambda name: spec)
     with pytest.raises(
         ConfigError,
-        match=r"its advantage must return finite numbers of shape \(1, 2\), one for each token, got shape \(1,\)",
+        match=r"its advantage must return numbers of shape \(1, 2\), one for each token, got shape \(1,\)",
     ):
         AdvantageEstimator(AlgorithmConfig(name="mine"), max_new_tokens=8)(
             [sample("a", 1.0, [0, 1, 1], [0.0, 0.0, 0.0])]

@@ -18,6 +18,7 @@ from relax_events.algorithms.advantages import (
     centred_advantages,
     gdpo_advantages,
 )
+from relax_events.algorithms.description import installed_algorithms
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, RewardError
 
@@ -109,11 +110,26 @@ def test_missing_reward_components_are_named() -> None:
         estimate(samples([1, 2], [{"a": 1.0}, {}]), name="gdpo")
 
 
-def test_reward_that_is_not_finite_is_named() -> None:
-    with pytest.raises(RewardError, match="sample s1: reward must be finite, got nan"):
+def test_reward_beyond_the_range_of_float32_is_named() -> None:
+    with pytest.raises(RewardError, match=r"sample s1: reward must be within \+-3.4e38, got nan"):
         estimate(samples([1, float("nan"), 2]))
-    with pytest.raises(RewardError, match="sample s0: b must be finite, got inf"):
+    with pytest.raises(RewardError, match=r"sample s0: b must be within \+-3.4e38, got inf"):
         estimate(samples([1, 2], [{"a": 1.0, "b": float("inf")}, {"a": 1.0, "b": 2.0}]))
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in installed_algorithms()])
+def test_huge_reward_is_an_error_of_its_prompt_group_under_every_algorithm(name: str) -> None:
+    rewards = [1.0, 1e308, -1e308]
+    with pytest.raises(RewardError, match=r"sample s1: reward must be within .*, got 1e\+308"):
+        estimate(samples(rewards, with_logprobs=True), name=name)
+
+
+def test_advantages_that_float32_cannot_hold_are_an_error_of_their_prompt_group() -> None:
+    with pytest.raises(
+        RewardError,
+        match=r"algorithm rloo: the advantages of sample s0 must be finite, got inf from the rewards \[3.4e\+38, -3.4e\+38\]",
+    ):
+        estimate(samples([3.4e38, -3.4e38]), name="rloo")
 
 
 def test_overlong_penalty_grows_linearly_over_the_last_part_of_the_length() -> None:
@@ -214,24 +230,31 @@ def test_kl_in_the_loss_does_not_change_advantages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "got"), [("rewards.total[:1]", r"\[1.0\]"), ("rewards.total / 0 * 0", "nan")]
+    ("result", "error", "text"),
+    [
+        (
+            "rewards.total[:1]",
+            ConfigError,
+            r"its advantage must return 3 numbers, one for each sample, got \[1.0\]",
+        ),
+        (
+            "rewards.total * float('nan')",
+            RewardError,
+            "the advantages of sample s0 must be finite, got nan from the rewards",
+        ),
+    ],
 )
 def test_custom_advantage_function_must_return_a_number_for_every_sample(
-    result: str, got: str, tmp_path: Path
+    result: str, error: type[Exception], text: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "odd.py"
     file.write_text(f"""
-import warnings
 from relax_events.config.algorithm_spec import AlgorithmSpec
 
 def odd(rewards):
-    with warnings.catch_warnings(action="ignore"):
-        return {result}
+    return {result}
 
 ODD = AlgorithmSpec(name="odd", summary="", formula="", source="", advantage=odd, policy_loss=lambda tokens: tokens.logprobs)
 """)
-    with pytest.raises(
-        ConfigError,
-        match=rf"algorithm .*odd.py:ODD: its advantage must return 3 finite numbers, one for each sample, got .*{got}",
-    ):
+    with pytest.raises(error, match=rf"algorithm .*odd.py:ODD: {text}"):
         estimate(samples([1, 2, 6]), name=f"{file}:ODD")

@@ -246,10 +246,18 @@ def test_score_rejects_other_types(value: Any) -> None:
         parse_score(value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, {"a": math.nan}])
-def test_score_rejects_non_finite_values(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"rewards must be finite"):
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(math.nan, math.inf, -math.inf, 1e308, -1e308, 3.5e38, 10**400, np.float16("inf")),
+        *({"a": math.nan}, {"reward": 1.0, "a": 1e308}, {"turn_rewards": [1e308, -1e308]}),
+        {"a": 3e38, "b": 3e38},
+    ],
+)
+def test_score_rejects_values_beyond_the_range_of_float32(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"rewards must be within \+-3.4e38"):
         parse_score(value)
+    assert parse_score(-3.4e38) == Score(-3.4e38, {})
 
 
 def test_score_weighs_components_when_weights_are_given() -> None:

@@ -108,6 +108,15 @@ def test_only_the_prompt_group_with_unsuitable_rewards_fails(
     assert sent.ended == [(GROUP, Outcome.FAILED, reason)]
 
 
+@pytest.mark.parametrize("settings", [{}, {"filter_uniform_rewards": True}])
+def test_only_the_prompt_group_with_a_huge_reward_on_the_log_fails(
+    make_run_config: Any, settings: dict[str, Any]
+) -> None:
+    sent = finish(make_run_config(algorithm=settings), [1.0, 1e308])
+    reason = f"reward: sample {GROUP}/1: reward must be within +-3.4e38, got 1e+308"
+    assert (sent.ready, sent.ended) == ([], [(GROUP, Outcome.FAILED, reason)])
+
+
 def test_teacher_logprobs_are_forwarded_to_the_trainer(make_run_config: Any) -> None:
     settings = {
         "name": "opd",

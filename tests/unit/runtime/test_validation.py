@@ -113,7 +113,8 @@ def test_invalid_sample_is_poison(stage: str, changes: dict[str, Any], text: str
             {"actor_logprobs": vector(0)},
             "actor_logprobs must have the shape of tokens (4,), got (1,)",
         ),
-        ({"reward": math.nan}, "reward must be finite, got nan"),
+        ({"reward": math.nan}, "reward must be within +-3.4e38, got nan"),
+        ({"reward": 1e308}, "reward must be within +-3.4e38, got 1e+308"),
     ],
 )
 def test_invalid_ready_sample_is_poison(changes: dict[str, Any], text: str) -> None:
