@@ -162,6 +162,7 @@ def ready(
 ) -> SampleReady:
     """Make a sample as the trainer gets it."""
     fields: dict[str, Any] = {
+        "version_segments": [VersionSegment(version, 2)],
         "advantages": np.array([0, 0, 1, 1], np.float32),
         "reward": 1.0,
         "ready_at": 1,

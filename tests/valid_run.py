@@ -4,6 +4,7 @@ first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,9 @@ import numpy as np
 from event_samples import changed, committed, ended, issued, published, ready, rolled_out, scored
 from small_settings import small_run
 
+from relax_events.events.generations import mark_generation
 from relax_events.events.parts import Outcome, SampleEvent, TopicOffset, VersionSegment
-from relax_events.events.types import Event
+from relax_events.events.types import Event, SampleRolledOut
 from relax_events.projections.ledger import Ledger
 from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan, compute_shard
@@ -21,6 +23,8 @@ from relax_events.topics import TopicPlan, compute_shard
 MAX_STALENESS = 1
 GROUPS_PER_STEP = 2
 SAMPLES_PER_PROMPT = 2
+MEAN, DEVIATION = 0.25, math.sqrt(0.125) + 1e-6
+"""Of the rewards 0 and 0.5: grpo divides by the deviation with n - 1."""
 LATE = "000040-0000-0"
 """A prompt group that no step of a test has reached."""
 SETTINGS: dict[str, Any] = {
@@ -66,6 +70,11 @@ class ValidRun:
         events = self.at(entity, partition)
         events[index] = changed(events[index], **fields)
 
+    def change_sample(self, entity: str, name: str, **fields: Any) -> None:
+        """Change fields of the first event about a sample."""
+        partition, offset = self.find(entity, sample_id=name)
+        self.change(entity, offset, partition, **fields)
+
     def find(self, entity: str, **fields: Any) -> tuple[int, int]:
         """Return partition and offset of the first event with these values."""
         for (name, partition), events in sorted(self.log.items()):
@@ -99,19 +108,47 @@ class ValidRun:
         """Generate a prompt group, score it and make it ready; return the partition and offset of
         each ready sample."""
         partition = self.plan.partition(group_id, version)
+        samples = [
+            rolled_out(
+                group_id, index, version=version, tokens=np.array([5, 6, 7, index], np.int32)
+            )
+            for index in range(SAMPLES_PER_PROMPT)
+        ]
+        mark_generation(samples)
         locations = []
-        for index in range(SAMPLES_PER_PROMPT):
-            tokens = np.array([5, 6, 7, index], np.int32)
-            of_version = {"version": version, "tokens": tokens}
-            self.at("rollout.samples", partition).append(rolled_out(group_id, index, **of_version))
+        for index, sample in enumerate(samples):
+            reward, generation = index / 2, sample.key.generation_digest
+            self.at("rollout.samples", partition).append(sample)
             self.at("reward.scores", partition).append(
-                scored(group_id, index, version=version, reward=index / 2)
+                scored(group_id, index, version=version, reward=reward, generation=generation)
             )
             locations.append((partition, len(self.at("advantage.samples", partition))))
             self.at("advantage.samples", partition).append(
-                ready(group_id, index, **of_version, reward=index / 2)
+                ready(
+                    group_id,
+                    index,
+                    version=version,
+                    generation_digest=generation,
+                    tokens=sample.tokens,
+                    advantages=sample.loss_mask * np.float32((reward - MEAN) / DEVIATION),
+                    reward=reward,
+                )
             )
         return locations
+
+    def mark(self, group_id: str) -> None:
+        """Give the records of a prompt group the digest of the samples that are there now."""
+        samples = [
+            event
+            for (entity, _), events in self.log.items()
+            for event in events
+            if isinstance(event, SampleRolledOut) and event.prompt_group_id == group_id
+        ]
+        mark_generation(samples)
+        digest = samples[0].key.generation_digest
+        for entity in ("reward.scores", "advantage.samples"):
+            for sample in samples:
+                self.change_sample(entity, sample.sample_id, generation_digest=digest)
 
     def end(self, group_id: str, outcome: Outcome, *, version: int, step: int) -> None:
         """End a prompt group."""
@@ -185,11 +222,6 @@ def _step(run: ValidRun, step: int) -> Any:
     return run.at("control.train-steps")[step]
 
 
-def _change_sample(run: ValidRun, entity: str, name: str, **fields: Any) -> None:
-    partition, offset = run.find(entity, sample_id=name)
-    run.change(entity, offset, partition, **fields)
-
-
 def _drop(run: ValidRun, entity: str, **fields: Any) -> None:
     """Remove a record; where later offsets must stay, put another producer's record there."""
     partition, offset = run.find(entity, **fields)
@@ -207,19 +239,30 @@ def _drop(run: ValidRun, entity: str, **fields: Any) -> None:
 def _older_tokens(run: ValidRun) -> None:
     """The tokens are of version 2, every record about them names 3: the trainer's counts would
     agree."""
-    _change_sample(
-        run,
-        "rollout.samples",
-        "000004-0000-0/0",
-        version_segments=[VersionSegment(2, 1), VersionSegment(3, 1)],
-        min_policy_version=2,
-    )
-    _change_sample(run, "advantage.samples", "000004-0000-0/0", min_policy_version=2)
+    for entity in ("rollout.samples", "advantage.samples"):
+        run.change_sample(
+            entity,
+            "000004-0000-0/0",
+            version_segments=[VersionSegment(2, 1), VersionSegment(3, 1)],
+            min_policy_version=2,
+        )
+    run.mark("000004-0000-0")
     run.change(
         "control.prompt-group-outcomes",
         run.find("control.prompt-group-outcomes", prompt_group_id="000004-0000-0")[1],
         policy_version=2,
     )
+
+
+def _newer_tokens(run: ValidRun) -> None:
+    for entity in ("rollout.samples", "advantage.samples"):
+        run.change_sample(
+            entity,
+            "000004-0000-0/0",
+            version_segments=[VersionSegment(3, 1), VersionSegment(5, 1)],
+            max_policy_version=5,
+        )
+    run.mark("000004-0000-0")
 
 
 def _other_offset(run: ValidRun) -> None:
@@ -356,6 +399,7 @@ def _external_group_trained(run: ValidRun) -> None:
                 if hasattr(event, "sample_id"):
                     changes |= {"sample_id": f"{external_id}/{event.sample_id[-1]}"}
                 events[index] = changed(event, **changes)
+    run.mark(external_id)
     step = _step(run, 3)
     names = [name.replace("000003-0000-0", external_id) for name in step.sample_ids]
     change_step(run, 3, prompt_group_ids=[external_id, step.prompt_group_ids[1]], sample_ids=names)
@@ -375,12 +419,22 @@ TAMPERINGS: dict[str, Tampering] = {
     "sample trained that was never generated": lambda run: _drop(
         run, "rollout.samples", sample_id="000003-0000-0/0"
     ),
-    "sample trained with other tokens or versions than were generated": lambda run: _change_sample(
-        run, "advantage.samples", "000003-0000-0/0", tokens=np.array([5, 6, 9, 9], np.int32)
+    "sample trained with other tokens or versions than were generated": lambda run: (
+        run.change_sample(
+            "advantage.samples", "000003-0000-0/0", tokens=np.array([5, 6, 9, 9], np.int32)
+        )
     ),
+    "sample trained with another loss mask, log-probabilities, segments, paths, temperature or "
+    "media than were generated": lambda run: run.change_sample(
+        "advantage.samples", "000003-0000-0/0", temperature=0.5
+    ),
+    "samples of a trained prompt group are not those of its generation digest": lambda run: [
+        run.change_sample(entity, "000003-0000-0/0", loss_mask=np.array([0, 1, 1, 1], np.uint8))
+        for entity in ("rollout.samples", "advantage.samples")
+    ].clear(),
     "trained offset holds another record than the train step says": _other_offset,
-    "sample trained with a reward that no score gives": lambda run: _change_sample(
-        run, "reward.scores", "000003-0000-0/0", reward=0.25
+    "sample trained with a reward that no score gives": lambda run: run.change_sample(
+        "reward.scores", "000003-0000-0/0", reward=0.25
     ),
     "prompt group trained that was never issued": lambda run: _drop(
         run, "prompt.groups", prompt_group_id="000003-0000-0"
@@ -440,7 +494,7 @@ _NOTHING: dict[str, Any] = {
 def _regenerate(run: ValidRun, name: str, *entities: str) -> None:
     """Have records of a sample belong to another generation."""
     for entity in entities:
-        _change_sample(run, entity, name, generation_digest="other")
+        run.change_sample(entity, name, generation_digest="other")
 
 
 SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
@@ -465,16 +519,7 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
         },
     ),
     "tokens newer than the trainer": (
-        lambda run: (
-            _change_sample(
-                run,
-                "rollout.samples",
-                "000004-0000-0/0",
-                version_segments=[VersionSegment(3, 1), VersionSegment(5, 1)],
-                max_policy_version=5,
-            ),
-            _change_sample(run, "advantage.samples", "000004-0000-0/0", max_policy_version=5),
-        )[0],
+        _newer_tokens,
         {"sample trained by an older version than generated it"},
     ),
     "an end with another mean reward": (

@@ -294,8 +294,9 @@ class GenerationKey:
     """Version that owns the sample's slot: the lowest of its prompt group."""
     generation_digest: str = ""
     """Identifies this generation of the prompt group, as a lapsed lease may cause a second one
-    under the same ids: BLAKE2b-128 (hexadecimal) over the contents of all its samples. Empty when
-    the producer gives none; all such samples count as one generation."""
+    under the same ids: "v2-" and 32 hexadecimal digits, computed from the digests of its samples.
+    Empty when the producer gives none; all such samples count as one generation. What is generated
+    is proven only by a digest of this form."""
 
 
 @immutable(frozen=True, slots=True, kw_only=True)

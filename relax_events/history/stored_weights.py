@@ -48,7 +48,9 @@ class StoredWeights:
         """Read the manifests, and add differences to the ledger."""
         if self._failure:
             ledger.add_unverified(
-                f"{{}} object store holds the weights as published ({self._failure})", 1
+                "{} object store holds the weights as published, since it can't be read: "
+                + self._failure.replace("{", "{{").replace("}", "}}"),
+                1,
             )
         for version, artifact in self._artifacts.items():
             if reason := self._difference(version, artifact):

@@ -242,7 +242,8 @@ class Ledger:
                 return
             copies = group.generated.setdefault(event.sample_id, [])
             group.num_generated += 1
-            if (copy := Generated.from_event(event)) not in copies:
+            copy = Generated.from_event(event, has_segments=self.has_rewards)
+            if copy not in copies:
                 copies.append(copy)
         elif group is not None and isinstance(event, SampleScored):
             if event.reward is not None and event.error is None:
@@ -250,7 +251,8 @@ class Ledger:
                     (event.key.generation_digest, event.reward)
                 )
         elif group is not None and isinstance(event, SampleReady):
-            group.ready[at.partition, at.offset, event.sample_id] = Ready.from_event(event, key=key)
+            position = at.partition, at.offset, event.sample_id
+            group.ready[position] = Ready.from_event(event, key=key, has_segments=self.has_rewards)
 
     def _apply_outcome(self, event: PromptGroupEnded, at: TopicOffset) -> None:
         group = self._group(event.prompt_group_id)
@@ -378,10 +380,11 @@ class Ledger:
         return [str(finding) for finding in self.findings()]
 
     def unverified(self) -> list[str]:
-        """Return what can't be verified because of a purge; nothing where all records are kept."""
-        because = "since their records are purged"
+        """Return what can't be verified, with the reason; nothing where all records are kept and
+        have digests.
+        """
         return [
-            f"that {claim.format(count)}, {because}"
+            f"that {claim.format(count)}"
             for claim, count in self._all_totals().unverified.items()
             if count
         ]
@@ -391,7 +394,7 @@ class Ledger:
         self._final.findings.add(rule, example)
 
     def add_unverified(self, claim: str, count: int) -> None:
-        """Add something that could not be checked; `{}` in the claim stands for the count."""
+        """Add something that could not be checked, with the reason; `{}` stands for the count."""
         self._final.unverified[claim] += count
 
 

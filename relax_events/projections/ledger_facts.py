@@ -4,11 +4,12 @@ and which records are purged and so can't be expected.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from hashlib import sha256
+from sys import intern
 from typing import NamedTuple
 
-from relax_events.events.parts import Array, StoredArray
+from relax_events.events.generations import describe_trajectory
 from relax_events.events.types import (
     PromptGroupEnded,
     SampleReady,
@@ -23,15 +24,6 @@ ReadyPosition = tuple[int, int, str]
 """Partition and offset of a record of advantage.samples, and the id of one of its samples."""
 
 
-def array_digest(array: Array) -> bytes:
-    """Return the SHA-256 of an array's values, which is also its address in the object store."""
-    return (
-        array.reference.digest
-        if isinstance(array, StoredArray)
-        else sha256(array.tobytes()).digest()
-    )
-
-
 class Generated(NamedTuple):
     """A copy of a sample on rollout.samples. Its versions are those of its token segments, not of a
     summary field.
@@ -41,11 +33,22 @@ class Generated(NamedTuple):
     oldest: int
     newest: int
     tokens: bytes
+    rest: bytes
+    """Digest of what was generated besides the tokens, as the ready record must have it."""
     generation: str
+    whole: bytes
+    """Digest of all that was generated besides the tokens."""
 
     @classmethod
-    def from_event(cls, event: SampleRolledOut) -> Generated:
-        """Build it from the record."""
+    def from_event(cls, event: SampleRolledOut, *, has_segments: bool = True) -> Generated:
+        """Build it from the record.
+
+        Args:
+            event: The sample.
+            has_segments: Whether the ready record has version segments, too.
+        """
+        tokens, whole = describe_trajectory(event)
+        rest = whole if has_segments else describe_trajectory(event, has_segments=False).rest
         versions = [segment.policy_version for segment in event.version_segments] or [
             event.key.min_policy_version,
             event.key.max_policy_version,
@@ -54,8 +57,10 @@ class Generated(NamedTuple):
             event.policy_version,
             min(versions),
             max(versions),
-            array_digest(event.tokens),
-            event.key.generation_digest,
+            tokens,
+            rest,
+            intern(event.key.generation_digest),
+            whole,
         )
 
 
@@ -67,6 +72,7 @@ class Ready(NamedTuple):
     oldest: int
     newest: int
     tokens: bytes
+    rest: bytes
     generation: str
     reward: float
     num_samples: int
@@ -74,24 +80,29 @@ class Ready(NamedTuple):
     """Whether the record's key is the prompt group."""
 
     @classmethod
-    def from_event(cls, event: SampleReady, *, key: str) -> Ready:
+    def from_event(cls, event: SampleReady, *, key: str, has_segments: bool = True) -> Ready:
         """Build it from the record.
 
         Args:
             event: The sample.
             key: Of the record; empty where it is unknown.
+            has_segments: Whether the run's ready samples have version segments.
         """
         return cls(
             event.sample_id,
             event.policy_version,
             event.key.min_policy_version,
             event.key.max_policy_version,
-            array_digest(event.tokens),
-            event.key.generation_digest,
+            *describe_trajectory(event, has_segments=has_segments),
+            intern(event.key.generation_digest),
             event.reward,
             event.key.samples_per_prompt,
             key in ("", event.prompt_group_id),
         )
+
+    def find_copy(self, copies: Iterable[Generated]) -> Generated | None:
+        """Return the copy on rollout.samples that this record holds."""
+        return next((copy for copy in copies if copy[:6] == self[1:7]), None)
 
 
 class Trained(NamedTuple):

@@ -13,6 +13,7 @@ FORK = (
     "report it with the log"
 )
 WRITER = "check who else may write to the topic (relax security), and report it with the log"
+PURGED = "since their records are purged"
 LINEAGE = "relax lineage GROUP shows its records"
 
 
@@ -25,6 +26,11 @@ class Rule(StrEnum):
     SAMPLE_NOT_TRAINED = "sample of a trained prompt group was not trained"
     NEVER_GENERATED = "sample trained that was never generated"
     OTHER_TOKENS = "sample trained with other tokens or versions than were generated"
+    OTHER_TRAJECTORY = (
+        "sample trained with another loss mask, log-probabilities, segments, paths, temperature or "
+        "media than were generated"
+    )
+    OTHER_GENERATION = "samples of a trained prompt group are not those of its generation digest"
     OTHER_RECORD = "trained offset holds another record than the train step says"
     NOT_SCORED = "sample trained with a reward that no score gives"
     NEVER_ISSUED = "prompt group trained that was never issued"
@@ -58,6 +64,8 @@ REMEDIES = {
     Rule.SAMPLE_NOT_TRAINED: f"{LINEAGE}; {FORK}",
     Rule.NEVER_GENERATED: FORK,
     Rule.OTHER_TOKENS: FORK,
+    Rule.OTHER_TRAJECTORY: FORK,
+    Rule.OTHER_GENERATION: f"{WRITER}; {FORK}",
     Rule.OTHER_RECORD: (
         "is this the run's own cluster, or was a topic restored incompletely? Otherwise " + FORK
     ),

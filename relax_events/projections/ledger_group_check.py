@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from relax_events.events.generations import DIGEST_FORM, Trajectory, digest_generation
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupEnded
-from relax_events.projections.ledger_facts import Evidence, GroupFacts
-from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
+from relax_events.projections.ledger_facts import Evidence, Generated, GroupFacts
+from relax_events.projections.ledger_findings import PURGED, Findings, LedgerTotals, Rule
 from relax_events.staleness import is_external
 from relax_events.topics.names import TRAINING_SAMPLES
 
@@ -34,7 +35,7 @@ class GroupCheck:
     def check(self, group: GroupFacts, *, complete_below: int, last_step: int) -> LedgerTotals:
         """Check a prompt group, and count it."""
         totals = LedgerTotals(counts=self._count(group))
-        totals.unverified["{} prompt groups were issued before they ended"] += (
+        totals.unverified[f"{{}} prompt groups were issued before they ended, {PURGED}"] += (
             self.evidence.lost_issue(group)
         )
         findings = totals.findings
@@ -45,6 +46,7 @@ class GroupCheck:
             )
         if times:
             self._check_training(group, findings)
+            self._check_generation(group, totals)
         self._check_outcomes(group, findings)
         if not group.outcomes and not times and group.is_issued and not is_external(group.group_id):
             self._check_open(group, findings, complete_below=complete_below, last_step=last_step)
@@ -75,6 +77,43 @@ class GroupCheck:
                     findings.add(Rule.SAMPLE_NOT_TRAINED, sample_id)
         if not group.outcomes:
             findings.add(Rule.NO_OUTCOME, where)
+
+    def _check_generation(self, group: GroupFacts, totals: LedgerTotals) -> None:
+        """Check that the samples of a prompt group are those of its generation's digest, where all
+        that was trained is on the log as it was generated.
+        """
+        copies: dict[str, Generated] = {}
+        for record in group.ready_and_trained:
+            copy = record.find_copy(group.generated.get(record.sample_id, ()))
+            if copy is not None:
+                copies[record.sample_id] = copy
+        generations = {(copy.owner, copy.generation) for copy in copies.values()}
+        if len(copies) < len(group.trained_ids) or len(generations) != 1:
+            return  # found by other rules, or purged
+        ((owner, generation),) = generations
+        for sample_id in group.generated.keys() - copies.keys():
+            for copy in group.generated[sample_id]:
+                if (copy.owner, copy.generation) == (owner, generation):
+                    copies[sample_id] = copy
+        if not generation.startswith(DIGEST_FORM):
+            totals.unverified[
+                "the samples of {} prompt groups are those that were generated together, since "
+                "their generation has no digest of this release's form"
+            ] += 1
+            return
+        digest = digest_generation(
+            (
+                (int(sample_id.rpartition("/")[2]), Trajectory(copy.tokens, copy.whole))
+                for sample_id, copy in copies.items()
+            ),
+            prompt_group_id=group.group_id,
+            policy_version=owner,
+        )
+        if digest != generation and not self.evidence.lost_samples(group):
+            where = f"{group.group_id} in train step {_join(group.train_steps)}"
+            totals.findings.add(
+                Rule.OTHER_GENERATION, f"{where}: digest {generation}, its samples give {digest}"
+            )
 
     def _check_outcomes(self, group: GroupFacts, findings: Findings) -> None:
         outcomes = list(dict.fromkeys(event.outcome.value for event in group.outcomes))

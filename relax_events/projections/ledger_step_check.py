@@ -5,7 +5,7 @@ steps, policy versions and consumed offsets follow in order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from relax_events.events.types import PolicyVersionPublished, TrainStepCommitted
@@ -18,7 +18,7 @@ from relax_events.projections.ledger_facts import (
     Trained,
     find_contradiction,
 )
-from relax_events.projections.ledger_findings import Findings, LedgerTotals, Rule
+from relax_events.projections.ledger_findings import PURGED, Findings, LedgerTotals, Rule
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import REWARD_SCORES, ROLLOUT_SAMPLES
 
@@ -105,7 +105,8 @@ class StepCheck:
         if record is None:
             if self.evidence.is_missing(sample):
                 totals.unverified[
-                    "the record of {} trained samples is the one that the train step names"
+                    "the record of {} trained samples is the one that the train step names, "
+                    f"{PURGED}"
                 ] += 1
                 self._check_generated(sample, group, totals)
                 return None
@@ -113,14 +114,14 @@ class StepCheck:
             return None
         self._check_reward(sample, record, group, totals)
         copies = group.generated.get(sample.sample_id, [])
-        matching = [copy for copy in copies if copy == record[1:6]]
-        if not matching and not self.evidence.may_lack(
-            ROLLOUT_SAMPLES, sample.partition, record.owner
-        ):
-            totals.findings.add(Rule.OTHER_TOKENS if copies else Rule.NEVER_GENERATED, where)
-        elif not matching:
-            totals.unverified["{} trained samples were generated as they were trained"] += 1
-        return matching[0] if matching else None
+        copy = record.find_copy(copies)
+        if copy is None and self.evidence.may_lack(ROLLOUT_SAMPLES, sample.partition, record.owner):
+            totals.unverified[
+                f"{{}} trained samples were generated as they were trained, {PURGED}"
+            ] += 1
+        elif copy is None:
+            totals.findings.add(_find_rule(record, copies), where)
+        return copy
 
     def _check_generated(self, sample: Trained, group: GroupFacts, totals: LedgerTotals) -> None:
         """Look for any copy of a trained sample whose own record is missing."""
@@ -137,7 +138,7 @@ class StepCheck:
         if not self.has_rewards or (record.generation, record.reward) in rewards:
             return
         if self.evidence.may_lack(REWARD_SCORES, sample.partition, record.owner):
-            totals.unverified["the rewards of {} trained samples were scored"] += 1
+            totals.unverified[f"the rewards of {{}} trained samples were scored, {PURGED}"] += 1
         else:
             what = f"{sample.sample_id} in train step {sample.train_step}: {record.reward:g}"
             totals.findings.add(
@@ -147,6 +148,14 @@ class StepCheck:
                     f"{', '.join(f'{reward:g}' for _, reward in sorted(rewards)) or 'never'}"
                 ),
             )
+
+
+def _find_rule(record: Ready, copies: Sequence[Generated]) -> Rule:
+    """Return the rule that a record breaks whose trajectory is none of the generated ones."""
+    if not copies:
+        return Rule.NEVER_GENERATED
+    has_tokens = any(record._replace(rest=copy.rest).find_copy([copy]) for copy in copies)
+    return Rule.OTHER_TRAJECTORY if has_tokens else Rule.OTHER_TOKENS
 
 
 @dataclass(slots=True)

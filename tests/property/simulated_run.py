@@ -35,6 +35,7 @@ from small_settings import small_run
 from relax_events.data.rows import PromptRow
 from relax_events.errors import BrokerError, CorruptRecord, PoisonSample, SchemaError, StepNotFinite
 from relax_events.events.codec import EventCodec
+from relax_events.events.generations import mark_generation
 from relax_events.events.parts import ChatMessage, TopicOffset
 from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import (
@@ -480,9 +481,12 @@ class SimulatedRun:
                 row=issued.row,
                 answer=issued.answer,
             )
-            for index in range(issued.samples_per_prompt if num_samples is None else num_samples)
+            for index in range(issued.samples_per_prompt)
         ]
-        for record in self.engine.records.build_for_samples("rollout.samples", samples):
+        mark_generation(samples)
+        for record in self.engine.records.build_for_samples(
+            "rollout.samples", samples[:num_samples]
+        ):
             self.engine.records.producer.send(record)
         self.engine.records.producer.flush()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,14 @@ import pytest
 from event_samples import changed, rolled_out
 
 from relax_events.events.generations import get_trajectory_key, mark_generation
-from relax_events.events.parts import ChatMessage, ContentPart, MediaRef, Modality, VersionSegment
+from relax_events.events.parts import (
+    ChatMessage,
+    ContentPart,
+    FinishReason,
+    MediaRef,
+    Modality,
+    VersionSegment,
+)
 from relax_events.events.types import SampleRolledOut
 
 TURN = ChatMessage(
@@ -41,8 +49,17 @@ def digest_of(samples: list[SampleRolledOut]) -> str:
         {"rollout_logprobs": np.array([0, 0, -0.5, -0.26], np.float32)},
         {"version_segments": [VersionSegment(0, 1), VersionSegment(1, 1)]},
         {"turns": [TURN]},
+        {"temperature": 0.9},
+        {"loss_mask": np.array([0, 0, 1, 1], np.int8)},
+        {"finish_reason": FinishReason.LENGTH},
+        {"num_prompt_tokens": 1},
+        {"path_lengths": [2, 2]},
+        {"routed_experts": np.zeros((3, 1, 1), np.uint8)},
     ],
-    ids=["tokens", "loss_mask", "rollout_logprobs", "version_segments", "media"],
+    ids=[
+        *("tokens", "loss_mask", "rollout_logprobs", "version_segments", "media", "temperature"),
+        *("type of loss_mask", "finish_reason", "prompt", "paths", "experts"),
+    ],
 )
 def test_different_trajectory_has_a_different_generation_digest(changes: dict[str, Any]) -> None:
     assert digest_of(generation(**changes)) != digest_of(generation())
@@ -51,7 +68,14 @@ def test_different_trajectory_has_a_different_generation_digest(changes: dict[st
 def test_identical_trajectories_share_one_generation_digest() -> None:
     again = generation(worker_id="rollout-1", rolled_out_at=2)
     assert digest_of(again) == digest_of(generation()[::-1]) == digest_of(generation())
-    assert len(digest_of(again)) == 32
+    assert re.fullmatch("v2-[0-9a-f]{32}", digest_of(again))
+
+
+def test_digest_of_a_generation_covers_which_samples_there_are() -> None:
+    one, both = generation()[:1], generation()
+    assert digest_of(one) != digest_of(both)
+    moved = [rolled_out(index=0), rolled_out(index=3)]
+    assert digest_of(moved) != digest_of(both)
 
 
 def test_trajectory_is_named_by_sample_version_and_generation() -> None:

@@ -3,13 +3,15 @@ reports nothing else."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+import numpy as np
 import pytest
 from event_samples import ended, ready, rolled_out
 from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun, change_step
 
-from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.parts import ObjectRef, Outcome, StoredArray, TopicOffset
 from relax_events.events.types import SampleReady
 from relax_events.history.ledger import stable_ranges
 from relax_events.projections.ledger import Ledger
@@ -88,6 +90,102 @@ def test_ledger_reports_every_rule_that_a_change_violates(name: str) -> None:
     run = ValidRun(6)
     tamper(run)
     assert rules(run.ledger()) == expected
+
+
+OTHER_TRAJECTORY = Rule.OTHER_TRAJECTORY
+ALTERATIONS: dict[str, tuple[dict[str, Any], Rule]] = {
+    "reward": ({"reward": 0.125}, Rule.NOT_SCORED),
+    "tokens": ({"tokens": np.array([5, 6, 9, 9], np.int32)}, Rule.OTHER_TOKENS),
+    "loss mask": ({"loss_mask": np.array([0, 1, 1, 1], np.uint8)}, OTHER_TRAJECTORY),
+    "log-probabilities": (
+        {"rollout_logprobs": np.array([0, 0, -0.5, -0.26], np.float32)},
+        OTHER_TRAJECTORY,
+    ),
+    "temperature": ({"temperature": 0.5}, OTHER_TRAJECTORY),
+    "segments": ({"version_segments": []}, OTHER_TRAJECTORY),
+    "paths": ({"path_lengths": [2, 2]}, OTHER_TRAJECTORY),
+}
+"""Changed fields of a ready sample, and the rule that they break."""
+TRAJECTORY = [name for name in ALTERATIONS if name != "reward"]
+ALTERED = [f"00000{step}-0000-0" for step in (3, 5, 8)]
+
+
+@pytest.mark.parametrize("kind", ALTERATIONS)
+def test_every_altered_sample_is_found(kind: str) -> None:
+    run, (changes, rule) = ValidRun(12), ALTERATIONS[kind]
+    for group_id in ALTERED:
+        run.change_sample("advantage.samples", f"{group_id}/1", **changes)
+    (finding,) = [finding for finding in run.ledger().findings() if finding.rule is rule]
+    assert [example[:15] for example in finding.examples] == [f"{name}/1" for name in ALTERED]
+
+
+@pytest.mark.parametrize("kind", TRAJECTORY)
+def test_samples_altered_on_both_topics_are_found_by_the_digest_of_their_generation(
+    kind: str,
+) -> None:
+    run, (changes, _) = ValidRun(12), ALTERATIONS[kind]
+    for group_id in ALTERED:
+        for entity in ("rollout.samples", "advantage.samples"):
+            run.change_sample(entity, f"{group_id}/1", **changes)
+    (finding,) = [
+        finding for finding in run.ledger().findings() if finding.rule is Rule.OTHER_GENERATION
+    ]
+    assert [example[:13] for example in finding.examples] == ALTERED
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 32])
+def test_samples_without_a_digest_that_can_be_recomputed_are_listed(digest: str) -> None:
+    run = ValidRun(12)
+    for index in range(2):
+        for entity in ("rollout.samples", "reward.scores", "advantage.samples"):
+            run.change_sample(entity, f"000003-0000-0/{index}", generation_digest=digest)
+    ledger = run.ledger()
+    assert ledger.problems() == []
+    assert ledger.unverified() == [
+        (
+            "that the samples of 1 prompt groups are those that were generated together, since "
+            "their generation has no digest of this release's form"
+        )
+    ]
+
+
+def test_answers_of_the_data_have_no_segments_when_they_are_ready() -> None:
+    run = ValidRun(6)
+    for (entity, partition), events in run.log.items():
+        for offset in range(len(events) if entity == "advantage.samples" else 0):
+            run.change(entity, offset, partition, version_segments=[])
+    ledger = run.ledger(has_rewards=False)
+    assert (ledger.problems(), ledger.unverified()) == ([], [])
+
+
+def test_arrays_in_the_object_store_have_the_same_digest() -> None:
+    run = ValidRun(6)
+    for entity, names in {
+        "rollout.samples": ("tokens", "loss_mask"),
+        "advantage.samples": ("tokens", "rollout_logprobs"),
+    }.items():
+        partition, offset = run.find(entity, sample_id="000003-0000-0/1")
+        event: Any = run.at(entity, partition)[offset]
+        stored = {name: store_array(getattr(event, name)) for name in names}
+        run.change(entity, offset, partition, **stored)
+    ledger = run.ledger()
+    assert (ledger.problems(), ledger.unverified()) == ([], [])
+
+
+def store_array(array: np.ndarray) -> StoredArray:
+    values = array.tobytes()
+    reference = ObjectRef("memory://a", hashlib.sha256(values).digest(), len(values))
+    return StoredArray(array.dtype.str, array.shape, reference)
+
+
+def test_records_of_a_generation_share_its_digest_in_memory() -> None:
+    facts = ValidRun(1).ledger()._groups[0]["000000-0000-0"]
+    (copy,) = facts.generated["000000-0000-0/0"]
+    assert copy.rest is copy.whole
+    assert (len(copy.tokens), len(copy.rest)) == (16, 16)
+    strings = {id(copy.generation) for copies in facts.generated.values() for copy in copies}
+    strings |= {id(record.generation) for record in facts.ready.values()}
+    assert len(strings) == 1
 
 
 def test_every_rule_has_a_remedy_and_a_test() -> None:
