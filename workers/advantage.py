@@ -270,6 +270,8 @@ class AdvantageLoop:
             reward=self._get_reward(group, sample),
             components=self._get_components(group, sample),
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+            tokens=_dense(sample.tokens, sample),
+            path_lengths=sample.path_lengths,
             policy_logprobs=policy_logprobs,
             is_truncated=sample.finish_reason is FinishReason.LENGTH,
             turn_rewards=_dense(self._get_turn_rewards(group, sample), sample),

@@ -13,7 +13,8 @@ from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from relax_events.algorithms.advantages import GroupRewards
-from relax_events.algorithms.gae import GroupValues, rewards_by_loss_token, turn_lengths
+from relax_events.algorithms.gae import GroupValues, rewards_by_loss_token
+from relax_events.algorithms.paths import path_slices, turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
@@ -30,13 +31,16 @@ class RewardedSample:
     Log-probabilities are needed where a KL estimate against their model is subtracted, the values
     where the algorithm has a critic. `turn_rewards`, one for each turn, and `token_rewards`, one
     for each loss token, are parts of `reward`; an algorithm with one advantage per sample uses
-    `reward` alone.
+    `reward` alone. An episode that branched has `path_lengths`, and `tokens` where it has
+    `turn_rewards`.
     """
 
     sample_id: str
     reward: float
     loss_mask: NDArray[np.generic]
     components: Mapping[str, float]
+    tokens: NDArray[np.generic] | None = None
+    path_lengths: Sequence[int] = ()
     policy_logprobs: NDArray[np.generic] | None = None
     ref_logprobs: NDArray[np.generic] | None = None
     values: NDArray[np.generic] | None = None
@@ -44,6 +48,11 @@ class RewardedSample:
     is_truncated: bool = False
     turn_rewards: NDArray[np.generic] | None = None
     token_rewards: NDArray[np.generic] | None = None
+
+    @property
+    def paths(self) -> list[slice]:
+        """Where its paths lie in its arrays."""
+        return path_slices(self.path_lengths, num_tokens=len(self.loss_mask))
 
 
 class AdvantageEstimator:
@@ -125,7 +134,8 @@ class AdvantageEstimator:
             for mask, scalar in zip(masks, single, strict=True)
         ]
         for index, penalty in enumerate(penalties):
-            returns = scalars[index] - np.cumsum(penalty[::-1])[::-1]
+            to_come = [np.cumsum(penalty[path][::-1])[::-1] for path in samples[index].paths]
+            returns = scalars[index] - np.concatenate(to_come)
             advantages[index] = np.where(masks[index], returns, 0.0).astype(np.float32)
         return self._subtract_teacher_penalties(advantages, samples, masks)
 
@@ -152,23 +162,23 @@ class AdvantageEstimator:
         token_rewards: Sequence[Float64[np.ndarray, " loss_tokens"]],
         penalties: Sequence[Float64[np.ndarray, " tokens"]],
     ) -> list[NDArray[np.float32]]:
-        """Lay the loss tokens of the samples out in rows, and compute an advantage for each."""
-        lengths = np.array([mask.sum() for mask in masks], np.int64)
-        shape = len(samples), int(lengths.max())
-        is_truncated, turns = (
-            np.array([sample.is_truncated for sample in samples]),
-            [turn_lengths(mask) for mask in masks],
-        )
-        group = GroupValues(np.zeros(shape), np.zeros(shape), lengths, is_truncated, turns)
-        for row, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
-            length = int(mask.sum())
-            if self._algorithm.needs_critic:
-                group.values[row, :length] = _values(sample)[mask]
-            if penalties:
-                group.rewards[row, :length] = -penalties[row][mask]
-            if length:
-                group.rewards[row, :length] += token_rewards[row]
-                group.rewards[row, length - 1] += rewards[row] - token_rewards[row].sum()
+        """Lay the loss tokens of each path out in a row, and compute an advantage for each."""
+        group = _lay_out_paths(samples, masks)
+        shape, row = group.rewards.shape, 0
+        for owner, (sample, mask) in enumerate(zip(samples, masks, strict=True)):
+            outcome, end = rewards[owner] - token_rewards[owner].sum(), 0
+            values = _values(sample) if self._algorithm.needs_critic else None
+            for path in sample.paths:
+                length = int(np.count_nonzero(mask[path]))
+                begin, end = end, end + length
+                if values is not None:
+                    group.values[row, :length] = values[path][mask[path]]
+                if penalties:
+                    group.rewards[row, :length] = -penalties[owner][path][mask[path]]
+                if length:
+                    group.rewards[row, :length] += token_rewards[owner][begin:end]
+                    group.rewards[row, length - 1] += outcome
+                row += 1
         returned = np.asarray(
             self._advantage(group, **self._algorithm.keywords(self._spec.advantage_settings)),
             np.float64,
@@ -179,9 +189,12 @@ class AdvantageEstimator:
                 f"shape {shape}, one for each token, got shape {returned.shape}: "
                 f"{returned.tolist()!r:.200}"
             )
+        rows = iter(returned)
         advantages = [np.zeros(len(mask), np.float32) for mask in masks]
-        for estimated, mask, row_returned in zip(advantages, masks, returned, strict=True):
-            estimated[mask] = row_returned[: int(mask.sum())]
+        for estimated, sample, mask in zip(advantages, samples, masks, strict=True):
+            for path in sample.paths:
+                length = int(np.count_nonzero(mask[path]))
+                estimated[path][mask[path]] = next(rows)[:length]
         return advantages
 
     def _rewards(
@@ -247,12 +260,38 @@ def _kl_penalties(
     return penalties
 
 
+def _lay_out_paths(
+    samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]
+) -> GroupValues:
+    """Return rows of zeros for the paths of the samples. The last turn of a sample is on its last
+    path, which is the one that was truncated.
+    """
+    paths = [
+        (owner, mask[path], sample.is_truncated and path.stop == len(mask))
+        for owner, (sample, mask) in enumerate(zip(samples, masks, strict=True))
+        for path in sample.paths
+    ]
+    owners, row_masks, is_truncated = zip(*paths, strict=True)
+    lengths = np.array([mask.sum() for mask in row_masks], np.int64)
+    shape = len(paths), int(lengths.max())
+    return GroupValues(
+        np.zeros(shape),
+        np.zeros(shape),
+        lengths,
+        np.array(is_truncated),
+        [turn_lengths(mask) for mask in row_masks],
+        np.array(owners, np.int64),
+    )
+
+
 def _rewards_by_token(sample: RewardedSample) -> Float64[np.ndarray, " loss_tokens"]:
     return rewards_by_loss_token(
         sample.loss_mask,
         turn_rewards=sample.turn_rewards,
         token_rewards=sample.token_rewards,
         sample_id=sample.sample_id,
+        tokens=sample.tokens,
+        path_lengths=sample.path_lengths,
     )
 
 

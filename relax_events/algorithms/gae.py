@@ -13,36 +13,37 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 from numpy.typing import NDArray
 
+from relax_events.algorithms.paths import find_turn_ends, turn_lengths
 from relax_events.errors import RewardError
 from relax_events.events.parts import MAX_REWARD, REWARD_RANGE
 
 
 @dataclass(frozen=True, slots=True)
 class GroupValues:
-    """The loss tokens of a prompt group, a row for each sample: the tokens of all its turns in
-    order, padded with zeros.
+    """The loss tokens of a prompt group, a row for each path of its samples: the tokens of all its
+    turns in order, padded with zeros. Most samples have one path.
 
     Attributes:
         rewards: A turn's reward at its last loss token, a token's reward at that token, and the
-            rest of the sample's reward at its last loss token; minus the KL in the reward, token
-            by token.
+            rest of the sample's reward at the last loss token of each of its paths; minus the KL in
+            the reward, token by token.
         values: The critic's prediction of the return from each token on. Zeros without a critic.
-        lengths: Loss tokens of each sample.
-        is_truncated: Whether a sample was truncated.
-        turns: Loss tokens of each turn, for each sample.
+        lengths: Loss tokens of each row. A path that shares all of them with an earlier one has 0.
+        is_truncated: Whether a path was truncated.
+        turns: Loss tokens of each turn, for each row.
+        owners: The sample of each row, by its position among those that count.
     """
 
-    rewards: Float64[np.ndarray, "samples tokens"]
-    values: Float64[np.ndarray, "samples tokens"]
-    lengths: Int64[np.ndarray, " samples"] | None = None
-    is_truncated: Bool[np.ndarray, " samples"] | None = None
+    rewards: Float64[np.ndarray, "rows tokens"]
+    values: Float64[np.ndarray, "rows tokens"]
+    lengths: Int64[np.ndarray, " rows"] | None = None
+    is_truncated: Bool[np.ndarray, " rows"] | None = None
     turns: Sequence[Int64[np.ndarray, " turns"]] | None = None
+    owners: Int64[np.ndarray, " rows"] | None = None
 
 
-def discounted_returns(
-    group: GroupValues, *, gamma: float
-) -> Float64[np.ndarray, "samples tokens"]:
-    """Return the sum of rewards from each loss token on, discounted by gamma per token
+def discounted_returns(group: GroupValues, *, gamma: float) -> Float64[np.ndarray, "rows tokens"]:
+    """Return the sum of rewards from each loss token of a path on, discounted by gamma per token
     (REINFORCE++).
 
     Source: REINFORCE++ (arXiv 2501.03262), token-level returns with the KL in the reward; gamma as
@@ -59,11 +60,11 @@ def gae_advantages(
     bootstrap_truncated: bool = False,
     length_adaptive_alpha: float = 0.0,
     turn_gamma: float = 0.0,
-) -> Float64[np.ndarray, "samples tokens"]:
-    """Return the sum of TD errors from each token on, discounted by gamma * gae_lambda per token
-    (GAE).
+) -> Float64[np.ndarray, "rows tokens"]:
+    """Return the sum of TD errors from each token of a path on, discounted by gamma * gae_lambda
+    per token (GAE).
 
-    The TD error at a token is reward + gamma * next value - value. After a sample's last loss token
+    The TD error at a token is reward + gamma * next value - value. After a path's last loss token
     the value is 0.
 
     Args:
@@ -71,14 +72,14 @@ def gae_advantages(
         gamma: Discount of rewards, 0 to 1.
         gae_lambda: Additional discount of the TD errors, 0 to 1.
         bootstrap_truncated: Use the value at the last loss token as the value after it, where a
-            sample was truncated. The value after it is not recorded.
-        length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each sample, at
+            path was truncated. The value after it is not recorded.
+        length_adaptive_alpha: Above 0, lambda is 1 - 1 / (alpha * loss tokens) of each path, at
             least 0, instead of gae_lambda.
         turn_gamma: Above 0, the advantage at the last token of each turn is computed by GAE over
             turns, from one turn's last token to the next one's, discounted by turn_gamma *
             gae_lambda. It then propagates to the earlier tokens of its turn as above.
     Returns:
-        Advantages, 0 after a sample's last loss token.
+        Advantages, 0 after a path's last loss token.
     Source: Generalized advantage estimation (arXiv 1506.02438), equations 11 and 16; lambda by
     length: VAPO (arXiv 2504.05118), section 4.2;
         by turn: bi-level GAE of VAGEN (arXiv 2510.16907).
@@ -106,7 +107,7 @@ def gae_advantages(
 
 def _turn_advantages(
     group: GroupValues,
-    bootstrap_values: Float64[np.ndarray, " samples"],
+    bootstrap_values: Float64[np.ndarray, " rows"],
     turn_gamma: float,
     gae_lambda: float,
 ) -> list[Float64[np.ndarray, " turns"]]:
@@ -128,11 +129,11 @@ def _turn_advantages(
 
 def _sums_within_turns(
     group: GroupValues,
-    errors: Float64[np.ndarray, "samples tokens"],
+    errors: Float64[np.ndarray, "rows tokens"],
     turn_advantages: list[Float64[np.ndarray, " turns"]],
     *,
     factor: float,
-) -> Float64[np.ndarray, "samples tokens"]:
+) -> Float64[np.ndarray, "rows tokens"]:
     """Sum errors from each token to the end of its turn, where the turn's advantage respans
     the error.
     """
@@ -159,11 +160,11 @@ def _turns(group: GroupValues) -> Sequence[Int64[np.ndarray, " turns"]]:
     return group.turns
 
 
-def _lengths(group: GroupValues) -> Int64[np.ndarray, " samples"]:
+def _lengths(group: GroupValues) -> Int64[np.ndarray, " rows"]:
     if group.lengths is None:
         raise RewardError(
             "bootstrap_truncated and length_adaptive_alpha need the number of loss tokens of "
-            "each sample, got none"
+            "each path, got none"
         )
     return group.lengths
 
@@ -188,44 +189,48 @@ def discounted_sums(
     return sums
 
 
-def turn_lengths(loss_mask: NDArray[np.generic]) -> Int64[np.ndarray, " turns"]:
-    """Count the loss tokens of each turn: consecutive tokens that the policy generated."""
-    positions = np.flatnonzero(loss_mask)
-    begins = np.flatnonzero(np.diff(positions, prepend=-2) > 1)
-    return np.diff(begins, append=len(positions)).astype(np.int64)
-
-
 def rewards_by_loss_token(
     loss_mask: NDArray[np.generic],
     *,
     turn_rewards: NDArray[np.generic] | None,
     token_rewards: NDArray[np.generic] | None,
     sample_id: str,
+    tokens: NDArray[np.generic] | None = None,
+    path_lengths: Sequence[int] = (),
 ) -> Float64[np.ndarray, " loss_tokens"]:
     """Return a sample's rewards by turn and by token at its loss tokens: a turn's reward at its
     last token.
 
-    The rest of the sample's reward belongs to its last loss token and is not included.
+    The rest of the sample's reward belongs to the last loss token of each path and is not included.
 
     Args:
         loss_mask: Of the sample.
-        turn_rewards: One for each turn; None for none.
-        token_rewards: One for each loss token; None for none.
+        turn_rewards: One for each turn of the last path; None for none.
+        token_rewards: One for each loss token of all paths; None for none.
         sample_id: For errors.
+        tokens: Of the sample; needed for `turn_rewards` of several paths.
+        path_lengths: Tokens of each path; empty for a single one.
     Returns:
         The rewards of the loss tokens; zeros without rewards by turn or token.
     Raises:
-        RewardError: The number of rewards differs from that of turns or loss tokens, or one
-            is not finite.
+        RewardError: The number of rewards differs from that of turns or loss tokens, one is not
+            finite, or the tokens are missing.
     """
-    if turn_rewards is None and token_rewards is None:
-        return np.zeros(np.count_nonzero(loss_mask))
-    lengths = turn_lengths(loss_mask)
-    rewards = np.zeros(int(lengths.sum()))
+    rewards = np.zeros(np.count_nonzero(loss_mask))
     if turn_rewards is not None:
-        rewards[np.cumsum(lengths) - 1] = _check_rewards(
+        if not path_lengths:
+            ends = np.cumsum(turn_lengths(loss_mask)) - 1
+        elif tokens is not None:
+            ends = find_turn_ends(tokens, loss_mask, path_lengths)
+        else:
+            raise RewardError(
+                f"sample {sample_id} has rewards by turn and {len(path_lengths)} paths, and its "
+                "tokens, by which the turns are found, were not fetched; give the reward function "
+                "a parameter `turns`, so that they are fetched"
+            )
+        rewards[ends] = _check_rewards(
             turn_rewards.astype(np.float64),
-            len(lengths),
+            len(ends),
             f"sample {sample_id}: turn_rewards",
             "turn",
         )

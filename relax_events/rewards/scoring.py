@@ -104,6 +104,8 @@ def _check_lengths(sample: SampleRolledOut, score: Score, reward_name: str) -> S
             turn_rewards=turn_rewards,
             token_rewards=token_rewards,
             sample_id=sample.sample_id,
+            tokens=None if isinstance(sample.tokens, StoredArray) else sample.tokens,
+            path_lengths=sample.path_lengths,
         )
     except RewardError as error:
         return RewardError(

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_events.algorithms.paths import count_before_loss, find_trained_tokens, path_slices
 from relax_events.errors import PoisonSample
 from relax_events.events.immutable import immutable
 from relax_events.events.parts import MediaRef
@@ -86,25 +87,24 @@ def _split_sample(sample: TokenSequence) -> Sequence[TokenSequence]:
             f"sample {sample.sample_id}: path_lengths must be positive and add up to "
             f"{len(tokens)} tokens, got {list(lengths)}"
         )
+    cells = path_slices(lengths, num_tokens=len(tokens))
+    is_sampled = find_trained_tokens(tokens, mask, cells) >= 0
     experts = None if sample.routed_experts is None else read_array(sample, "routed_experts")
     media = getattr(sample, "path_media", None) or [()] * len(lengths)
-    paths: list[SamplePath] = []
-    for own_media, length, end in zip(media, lengths, np.cumsum(lengths).tolist(), strict=True):
-        cells = slice(end - length, end)
-        paths.append(
-            SamplePath(
-                sample.sample_id,
-                sample.prompt_group_id,
-                _num_before_loss(mask[cells]),
-                tokens[cells],
-                mask[cells],
-                _find_sampled(tokens[cells], mask[cells], paths),
-                None if experts is None else experts[end - length : end - 1],
-                sample.temperature,
-                own_media,
-            )
+    return [
+        SamplePath(
+            sample.sample_id,
+            sample.prompt_group_id,
+            count_before_loss(mask[path]),
+            tokens[path],
+            mask[path],
+            is_sampled[path],
+            None if experts is None else experts[path.start : path.stop - 1],
+            sample.temperature,
+            own_media,
         )
-    return paths
+        for own_media, path in zip(media, cells, strict=True)
+    ]
 
 
 def sampled_tokens(sequence: TokenSequence) -> NDArray[np.bool_]:
@@ -112,29 +112,3 @@ def sampled_tokens(sequence: TokenSequence) -> NDArray[np.bool_]:
     if isinstance(sequence, SamplePath):
         return sequence.is_sampled
     return read_array(sequence, "loss_mask").astype(bool)
-
-
-def _find_sampled(
-    tokens: NDArray[np.generic], mask: NDArray[np.generic], earlier: Sequence[SamplePath]
-) -> NDArray[np.bool_]:
-    """Return which tokens of a path were sampled: its loss tokens, and tokens that it shares with
-    an earlier path, where they are loss tokens.
-
-    What paths share ends before the first loss token of the later one. Tokens that are equal by
-    chance between both are no placeholders: a message of the policy's role has no media.
-    """
-    is_sampled = mask.astype(bool)
-    bound, longest = _num_before_loss(mask), 0
-    for path in earlier:
-        limit = min(bound, len(path.tokens))
-        differ = np.flatnonzero(tokens[:limit] != path.tokens[:limit])
-        num_shared = int(differ[0]) if len(differ) else limit
-        if num_shared > longest:
-            longest = num_shared
-            is_sampled[:longest] = path.is_sampled[:longest]
-    return is_sampled
-
-
-def _num_before_loss(mask: NDArray[np.generic]) -> int:
-    positions = np.flatnonzero(mask)
-    return int(positions[0]) if len(positions) else len(mask)

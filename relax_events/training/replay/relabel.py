@@ -199,6 +199,8 @@ class AdvantageRelabeller:
             reward=sample.reward if other is None else other.reward,
             components=sample.components if other is None else {},
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+            tokens=array("tokens"),
+            path_lengths=sample.path_lengths,
             policy_logprobs=array(
                 "actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"
             ),

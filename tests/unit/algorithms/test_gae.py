@@ -139,10 +139,57 @@ def test_truncated_sample_is_bootstrapped_with_the_value_at_its_last_token() -> 
     empty = sample("c", 1.0, [0, 0], [0.0, 0.0], is_truncated=True)
     assert estimate([*given, empty], bootstrap_truncated=True)[2] == [0.0, 0.0]
     group = GroupValues(np.zeros((1, 2)), np.zeros((1, 2)), is_truncated=np.array([True]))
-    with pytest.raises(
-        RewardError, match="need the number of loss tokens of each sample, got none"
-    ):
+    with pytest.raises(RewardError, match="need the number of loss tokens of each path, got none"):
         gae_advantages(group, gamma=1.0, gae_lambda=1.0, bootstrap_truncated=True)
+
+
+def test_advantages_propagate_along_each_path_of_a_sample() -> None:
+    """A short path that the critic expects little of, and a long one that it expects much of: each
+    gets what it gets as an episode of its own. Errors are 0 but for the last tokens', reward - value,
+    which lambda 0.95 carries back."""
+    branched = sample(
+        "a",
+        1.0,
+        [0, *[1] * 5, 0, 0, *[1] * 300],
+        [9.0, *[0.2] * 5, 9.0, 9.0, *[0.9] * 300],
+        path_lengths=(6, 302),
+    )
+    [advantages] = estimate([branched], gae_lambda=0.95)
+    assert advantages[:6] == pytest.approx([0.0, 0.651605, 0.6859, 0.722, 0.76, 0.8], rel=1e-6)
+    expected = [0.1 * 0.95**distance for distance in range(300)][::-1]
+    assert advantages[6:8] == [0.0, 0.0]
+    assert advantages[8:] == pytest.approx(expected, rel=1e-5)
+
+
+def test_kl_of_a_path_lessens_no_token_of_another() -> None:
+    # k1 is 1 nat at each token, gamma 1: what a token answers for is its own path's rest.
+    one = RewardedSample(
+        sample_id="a",
+        reward=4.0,
+        loss_mask=np.array([0, 1, 1, 0, 1], np.uint8),
+        components={},
+        policy_logprobs=np.array([0, -1, -1, 0, -1], np.float32),
+        ref_logprobs=np.array([0, -2, -2, 0, -2], np.float32),
+        path_lengths=(3, 2),
+    )
+    algorithm = AlgorithmConfig(name="reinforce_plus_plus", kl_coefficient=0.5)
+    [returns] = AdvantageEstimator(algorithm, max_new_tokens=8)([one])
+    assert returns.tolist() == [0.0, 3.0, 3.5, 0.0, 3.5]
+
+
+def test_bootstrap_is_at_the_end_of_the_path_that_was_cut_off() -> None:
+    # The last turn was cut off, which is that of the last path. Gamma and lambda 0.5: the first
+    # path's errors are -0.375 and 0.75, the second's 1 + 0.5 * 0.25 - 0.25.
+    one = sample(
+        "a",
+        1.0,
+        [0, 1, 1, 0, 1],
+        [0.0, 0.5, 0.25, 0.0, 0.25],
+        path_lengths=(3, 2),
+        is_truncated=True,
+    )
+    settings = {"gamma": 0.5, "gae_lambda": 0.5, "bootstrap_truncated": True}
+    assert estimate([one], **settings) == [[0.0, -0.1875, 0.75, 0.0, 0.875]]
 
 
 def test_lambda_adapts_to_the_length_of_each_sample() -> None:

@@ -15,8 +15,8 @@ from relax_events.algorithms.gae import (
     GroupValues,
     gae_advantages,
     rewards_by_loss_token,
-    turn_lengths,
 )
+from relax_events.algorithms.paths import turn_lengths
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import RewardError
 from relax_events.rewards.scores import Score, parse_score
@@ -248,6 +248,59 @@ def test_turn_level_gae_requires_turn_lengths() -> None:
         RewardError, match="turn_gamma needs the number of loss tokens of each turn, got none"
     ):
         gae_advantages(group, gamma=1.0, gae_lambda=1.0, turn_gamma=1.0)
+
+
+BRANCHED = {
+    # two turns, of which the second path shares the first and then has one of its own
+    "tokens": np.array([9, 1, 2, 8, 3, 9, 1, 2, 7, 4, 5], np.int32),
+    "loss_mask": np.array([0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1], np.uint8),
+    "path_lengths": (5, 6),
+}
+
+
+def test_turn_rewards_of_a_branched_episode_belong_to_the_turns_of_its_last_path() -> None:
+    # The reward function saw turns 1 2 and 4 5: the first is trained in the first path, in which
+    # nothing of the second counts. What is left, 2, was earned by both paths.
+    one = RewardedSample(
+        sample_id="a", reward=10.0, components={}, turn_rewards=np.array([3.0, 5.0]), **BRANCHED
+    )
+    estimator = AdvantageEstimator(AlgorithmConfig(name="reinforce_plus_plus"), max_new_tokens=8)
+    assert estimator([one])[0].tolist() == [0, 5, 5, 0, 2, 0, 0, 0, 0, 7, 7]
+    by_token = RewardedSample(
+        sample_id="a", reward=2.0, components={}, token_rewards=np.eye(5)[1], **BRANCHED
+    )
+    assert estimator([by_token])[0].tolist() == [0, 2, 2, 0, 1, 0, 0, 0, 0, 1, 1]
+    wrong = RewardedSample(
+        sample_id="a", reward=10.0, components={}, turn_rewards=np.zeros(3), **BRANCHED
+    )
+    with pytest.raises(RewardError, match="one for each turn, and there are 2, got 3"):
+        estimator([wrong])
+
+
+def test_turn_rewards_of_a_side_path_are_not_asked_for() -> None:
+    """A question on the side is a path of one turn; the function saw the two of the last path."""
+    side = rolled_out(
+        tokens=np.array([1, 2, 9, 3, 8, 4], np.int32),
+        loss_mask=np.array([0, 1, 0, 1, 0, 1], np.uint8),
+        rollout_logprobs=np.zeros(6, np.float32),
+        path_lengths=[2, 4],
+    )
+    score = Score(3.0, {}, turn_rewards=(1.0, 2.0))
+    scored = build_sample_scored(side, score, reward_name="mine", reward_digest="d")
+    assert scored.error is None
+    assert np.asarray(scored.turn_rewards).tolist() == [1.0, 2.0]
+    recorded = ready(
+        tokens=side.tokens,
+        loss_mask=side.loss_mask,
+        rollout_logprobs=np.zeros(6, np.float32),
+        advantages=np.zeros(6, np.float32),
+        reward=3.0,
+        turn_rewards=np.array([1.0, 2.0]),
+        path_lengths=[2, 4],
+    )
+    algorithm = AlgorithmConfig(name="reinforce_plus_plus")
+    [own] = AdvantageRelabeller(algorithm, max_new_tokens=8)([LocatedSample(recorded, 0, 0)])
+    assert own.sample.advantages.tolist() == [0, 0, 0, 3, 0, 2]
 
 
 def test_critic_returns_use_turn_gamma_and_the_critics_own_lambda() -> None:
