@@ -19,6 +19,8 @@ from relax_events.regular_files import require_regular_files
 EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 MAX_NAMES = 4
 """Of missing tensors in an error."""
+WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
+"""Of a folder without quantization."""
 
 
 def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
@@ -69,14 +71,21 @@ def load_causal_lm(
         loader: The auto class of transformers for the model's family.
         needs_head: Whether the output head is used.
     Raises:
-        ConfigError: The folder is missing, holds no causal language model, or lacks a tensor of it;
-            the text names the tensor.
+        ConfigError: The folder is missing, holds no causal language model, lacks a tensor of it, or
+            a tensor is not what its config.json describes; the text names the tensor.
         DamagedTensors: A file of its weights is damaged; the text names it.
     """
     model = _load_whole(
         path, loader, needs_head=needs_head, dtype=dtype, attn_implementation=attention
     )
     loaded: PreTrainedModel = model.to(device).eval()
+    for name, weight in loaded.named_parameters():
+        is_checked = weight.dtype.itemsize > 1
+        if is_checked and not weight.detach().sum(dtype=torch.float32).isfinite():
+            raise ConfigError(
+                f"model.path = {path} holds {name} with NaN or infinite values; use the folder as "
+                "it was published"
+            )
     return loaded
 
 
@@ -132,7 +141,34 @@ def _load_whole(path: Path, loader: Any, *, needs_head: bool, **settings: Any) -
             f"describes: {names}; use the folder as it was published, with tie_word_embeddings = "
             "true in config.json where the output head is the embedding"
         )
+    _require_described_weights(path, model)
     return model
+
+
+def _require_described_weights(path: Path, model: PreTrainedModel) -> None:
+    """Refuse tensors that the folder's config.json describes otherwise.
+
+    Raises:
+        ConfigError: Weights are integers without a quantization, or are tied and differ.
+    """
+    layouts = read_layouts(path)
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    for name, _ in () if is_quantized else model.named_parameters():
+        if name in layouts and layouts[name].dtype not in WEIGHT_DTYPES:
+            raise ConfigError(
+                f"model.path = {path} holds {name} as {layouts[name]}, and its config.json has no "
+                "quantization_config; use the folder as it was published, or one with weights of "
+                "bfloat16"
+            )
+    described = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied = {frozenset(pair) for pair in model.all_tied_weights_keys.items()}
+    for pair in described.items() if model.device.type != "meta" else ():  # needs their values
+        if frozenset(pair) not in tied:
+            raise ConfigError(
+                f"model.path = {path} holds other values for {pair[0]} than for {pair[1]}, and its "
+                "config.json ties them; set tie_word_embeddings = false there, or leave the first "
+                "out of the folder"
+            )
 
 
 def _list_absent_experts(names: Iterable[str]) -> list[str]:

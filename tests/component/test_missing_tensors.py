@@ -137,6 +137,39 @@ def test_a_tensor_of_another_shape_is_named(
         read(folder)
 
 
+def test_a_head_of_its_own_that_the_configuration_ties_is_refused(
+    whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    tied = {"tie_word_embeddings": True}
+    with pytest.raises(ConfigError, match=r"lm_head\.weight .*set tie_word_embeddings = false"):
+        load(rewrite(whole("qwen3"), tmp_path / "model", settings=tied))
+    same = {HEAD: load_file(whole("qwen3") / "model.safetensors")[EMBEDDING].clone()}
+    folder = rewrite(whole("qwen3"), tmp_path / "model", changed=same, settings=tied)
+    load(folder)
+    read_headers(folder)
+
+
+@pytest.mark.parametrize("read", [load, read_headers])
+def test_integer_weights_need_a_quantization(
+    read: Callable[[Path], None], whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    changed = {"model.norm.weight": torch.ones(32, dtype=torch.int8)}
+    folder = rewrite(whole("qwen3"), tmp_path / "model", changed=changed)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight as int8 \[32\].*quantization_config"):
+        read(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_named(
+    value: float, whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    weight = torch.ones(32)
+    weight[7] = value
+    folder = rewrite(whole("qwen3"), tmp_path / "model", changed={"model.norm.weight": weight})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight with NaN or infinite values"):
+        load(folder)
+
+
 def test_a_critic_needs_no_head(whole: Callable[[str], Path], tmp_path: Path) -> None:
     headless = rewrite(whole("qwen3"), tmp_path / "headless", without=[HEAD])
     load(headless, needs_head=False)
