@@ -1,7 +1,7 @@
 """The events on the topics, and the types of their fields."""
 
 from relax_events.events.generations import get_trajectory_key
-from relax_events.events.json_text import format_json, parse_json
+from relax_events.events.json_text import format_json, parse_json, require_depth
 from relax_events.events.parts import (
     ChatMessage,
     CheckpointRef,
@@ -85,4 +85,5 @@ __all__ = [
     "get_trajectory_key",
     "now_micros",
     "parse_json",
+    "require_depth",
 ]

@@ -27,6 +27,12 @@ MEDIA_KEYS = ("image", "video", "audio", "input_audio")
 """How keys begin that hold files."""
 LOST_FIELDS = ("function", "tools", "refusal", "reasoning_details", "thinking_blocks", "prefix")
 """How fields of messages begin elsewhere that the policy would read, and that no prompt shows."""
+SYSTEM = "system"
+FOREIGN_ROLES = {
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "ai"), "assistant"),
+    "human": "user",
+}
+"""Roles that most chat templates print as they are, which no model was trained on."""
 ECHOED_FIELDS = frozenset({"refusal", "annotations"})
 """Fields of OpenAI's answers that clients send back, and that no prompt shows."""
 
@@ -51,11 +57,14 @@ def refuse_unknown_fields(message: Mapping[str, Any], *, what: str) -> None:
 
 
 def refuse_lost_fields(message: Mapping[str, Any], *, what: str) -> None:
-    """Refuse a row's message with a field that would get lost and has something to read or learn.
+    """Refuse a row's message with a field that would get lost and has something to read or learn,
+    and one of a role that other datasets have.
 
     Raises:
-        PoisonSample: It has one, or two different thoughts; the text names the field.
+        PoisonSample: It has one, or two different thoughts; the text names the field or role.
     """
+    if role := FOREIGN_ROLES.get(str(message.get("role"))):
+        raise PoisonSample(f"{what} has the role {message['role']!r}; write {role!r}")
     for field, value in message.items():
         if value and field.startswith((*LOST_FIELDS, *MEDIA_KEYS)):
             raise PoisonSample(f"{what} has {field}, which no prompt shows; leave it out")
@@ -71,7 +80,8 @@ def refuse_lost_fields(message: Mapping[str, Any], *, what: str) -> None:
 def parse_message(
     message: Mapping[str, Any], *, what: str = "a message", read_part: PartReader = refuse_part
 ) -> ChatMessage:
-    """Parse a message; other fields than those of `MESSAGE_FIELDS` are ignored.
+    """Parse a message; other fields than those of `MESSAGE_FIELDS` are ignored. A developer's
+    message is a system message, since chat templates know one name of it.
 
     Args:
         message: In OpenAI's form, its thoughts under one of `REASONING_FIELDS`.
@@ -83,6 +93,7 @@ def parse_message(
     role = message.get("role")
     if not isinstance(role, str):
         raise PoisonSample(f"{what} has no role")
+    role = SYSTEM if role == "developer" else role
     calls = message.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):
         raise PoisonSample(f"{what} has tool_calls that are no list")
@@ -134,10 +145,16 @@ def _parse_call(call: Any, what: str) -> ToolCall:
     if not isinstance(function, Mapping) or not isinstance(name, str):
         raise PoisonSample(f"{what} has a tool call without a function's name")
     arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
     if not isinstance(arguments, str):
-        value = {} if arguments is None else arguments
-        arguments = write_json(value, what=f"the arguments of {name!r}")
-    return ToolCall(name, arguments, str(call.get("id") or ""))
+        arguments = write_json(arguments, what=f"the arguments of {name!r}")
+    parsed = ToolCall(name, arguments, str(call.get("id") or ""))
+    if isinstance(value := parse_arguments(parsed), dict) or value is arguments:
+        return parsed
+    raise PoisonSample(
+        f"{what} has a call of {name!r} with the arguments {arguments!r:.80}; write a JSON object"
+    )
 
 
 def _read_text(message: Mapping[str, Any], field: str, what: str) -> str:

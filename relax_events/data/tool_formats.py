@@ -158,8 +158,8 @@ def _read_call(call: Any) -> Call:
     present = [key for key in ARGUMENT_KEYS if key in call]
     if len(present) > 1:
         raise MalformedCall("arguments_twice")
-    if not present and call.keys() - CALL_KEYS:
-        raise MalformedCall(ARGUMENTS_MISSING)
+    if call.keys() - CALL_KEYS:
+        raise MalformedCall("unknown_key" if present else ARGUMENTS_MISSING)
     arguments = call[present[0]] if present else None
     if not isinstance(arguments, dict | None):
         raise MalformedCall("arguments_no_object")

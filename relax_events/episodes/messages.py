@@ -11,31 +11,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from relax_events.data.conversations import ASSISTANT
-from relax_events.data.messages import parse_arguments
+from relax_events.data.messages import SYSTEM, parse_arguments
 from relax_events.events.parts import ChatMessage, ToolCall
 
 DIGEST_BYTES = 16
-SYSTEM = "system"
-SYSTEM_ROLES = (SYSTEM, "developer")
-"""Chat templates know the first of them only."""
 MAX_EXACT_INTEGER = 2**53
 """Below it a float has the value of the integer that it stands for."""
 
 
 def with_one_system_message(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     """Return a conversation whose system messages at its beginning are one, since chat templates
-    take one there; a developer's message is a system message, which they don't know either.
+    take one there.
     """
-    conversation = [
-        replace(message, role=SYSTEM) if message.role in SYSTEM_ROLES else message
-        for message in messages
-    ]
+    conversation = list(messages)
     count = next(
         (index for index, message in enumerate(conversation) if message.role != SYSTEM),
         len(conversation),

@@ -141,7 +141,7 @@ def format_json(value: Any, *, default: Callable[[Any], Any] | None = None) -> s
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     if text.count("[") + text.count("{") > MAX_LEVELS:
-        _require_depth(value)
+        require_depth(value)
     return text
 
 
@@ -157,9 +157,14 @@ def _is_finite(value: Any) -> bool:
     return True
 
 
-def _require_depth(value: Any) -> None:
+def require_depth(value: Any, *, max_levels: int = MAX_LEVELS) -> None:
+    """Refuse a value with more objects and lists in each other.
+
+    Raises:
+        ValueError: It has.
+    """
     level = [value]
-    for _ in range(MAX_LEVELS + 1):
+    for _ in range(max_levels + 1):
         level = [
             part
             for one in level

@@ -155,7 +155,9 @@ def test_integer_weights_need_a_quantization(
 ) -> None:
     changed = {"model.norm.weight": torch.ones(32, dtype=torch.int8)}
     folder = rewrite(whole("qwen3"), tmp_path / "model", changed=changed)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight as int8 \[32\].*quantization_config"):
+    with pytest.raises(
+        ConfigError, match=r"model\.norm\.weight as int8 \[32\].*quantization_config"
+    ):
         read(folder)
 
 

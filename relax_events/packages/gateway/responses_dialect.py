@@ -11,8 +11,8 @@ from relax_events.api.drivers import Node, path_messages
 from relax_events.api.errors import PoisonSample
 from relax_events.api.events import ChatMessage
 from relax_events.data.conversations import ASSISTANT
-from relax_events.data.messages import Tool, parse_message
-from relax_events.episodes.messages import SYSTEM, SYSTEM_ROLES, with_one_system_message
+from relax_events.data.messages import SYSTEM, Tool, parse_message
+from relax_events.episodes.messages import with_one_system_message
 from relax_events.packages.gateway.chat_session import ChatSession
 from relax_events.packages.gateway.dialect import (
     OPENAI_ACCOUNT_FIELDS,
@@ -99,7 +99,7 @@ class ResponsesCall(ModelCall):
         """
         spoken, whole = self._without_instructions(session), path_messages(node)
         first = next(
-            (at for at, message in enumerate(spoken) if message.role not in SYSTEM_ROLES),
+            (at for at, message in enumerate(spoken) if message.role != SYSTEM),
             len(spoken),
         )
         graph_messages = whole[len(whole) - 1 - (len(spoken) - first) :]

@@ -22,7 +22,7 @@ from relax_events.api.events import ChatMessage, ContentPart, MediaRef, Modality
 from relax_events.api.prompts import MediaItem
 from relax_events.api.training import MediaConfig
 from relax_events.data.conversations import ASSISTANT
-from relax_events.episodes.messages import SYSTEM
+from relax_events.data.messages import SYSTEM
 from relax_events.media.items import (
     AUDIO_PART,
     DATA_URI,

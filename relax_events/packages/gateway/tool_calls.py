@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from relax_events.api.events import format_json
+from relax_events.api.events import format_json, require_depth
 from relax_events.data.tool_formats import (
     Call,
     MalformedCall,
@@ -97,7 +96,10 @@ def _write_call(call: Call, schemas: Schemas) -> tuple[str, str]:
     """
     require_arguments(call, schemas)
     name, arguments = call
-    _require_depth(arguments, MAX_DEPTH)
+    try:
+        require_depth(arguments, max_levels=MAX_DEPTH)
+    except ValueError:
+        raise MalformedCall("nested_too_deep") from None
     try:
         text = format_json(arguments)
         (name + text).encode()
@@ -111,12 +113,3 @@ def _write_call(call: Call, schemas: Schemas) -> tuple[str, str]:
 def _require_room(num_calls: int, max_calls: int | None) -> None:
     if max_calls is not None and num_calls > max_calls:
         raise MalformedCall(TOO_MANY)
-
-
-def _require_depth(value: Any, levels: int) -> None:
-    if not isinstance(value, dict | list):
-        return
-    if not levels:
-        raise MalformedCall("nested_too_deep")
-    for each in value.values() if isinstance(value, dict) else value:
-        _require_depth(each, levels - 1)

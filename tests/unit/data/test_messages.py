@@ -187,11 +187,41 @@ def test_arguments_may_be_an_object_or_text_that_is_no_json() -> None:
         ({"role": "assistant", "thinking": []}, "has thinking that is no text"),
         ({"role": "assistant", "tool_calls": "f"}, "has tool_calls that are no list"),
         ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "without a function's name"),
+        *(
+            (
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+                },
+                "a call of 'f' with the arguments '.+'; write a JSON object",
+            )
+            for arguments in ("[1]", '"{}"', "7", "null", [], ["a"], 0, False, '"{\\"a\\": 1}"')
+        ),
     ],
 )
 def test_message_of_another_form_is_refused_by_name(message: dict[str, Any], text: str) -> None:
     with pytest.raises(PoisonSample, match=text):
         parse_message(message)
+
+
+@pytest.mark.parametrize("arguments", [None, "", "{}", {}])
+def test_a_call_may_have_no_arguments(arguments: Any) -> None:
+    function = {"name": "f", "arguments": arguments}
+    message = parse_message({"role": "assistant", "tool_calls": [{"function": function}]})
+    assert message.tool_calls == [ToolCall("f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("role", "remedy"), [("gpt", "assistant"), ("model", "assistant"), ("human", "user")]
+)
+def test_row_with_a_role_of_another_format_is_refused(role: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=f"has the role '{role}'; write '{remedy}'"):
+        read_row({"prompt": [{"role": role, "content": "a"}]})
+
+
+def test_developer_of_a_row_is_the_system() -> None:
+    row = read_row({"prompt": [{"role": "developer", "content": "a"}]})
+    assert [message.role for message in row.messages] == ["system"]
 
 
 def test_row_names_the_place_of_a_call_that_can_not_be_read() -> None:

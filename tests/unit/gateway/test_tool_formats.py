@@ -110,6 +110,11 @@ def test_calls_are_read_in_the_format_of_each_family(
         ),
         (
             "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": 1}, "b": 2}</tool_call>',
+            ("unknown_key",),
+        ),
+        (
+            "hermes",
             '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>',
             ("key_twice",),
         ),
