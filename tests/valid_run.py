@@ -497,6 +497,13 @@ def _regenerate(run: ValidRun, name: str, *entities: str) -> None:
         run.change_sample(entity, name, generation_digest="other")
 
 
+def refuse_sample(run: ValidRun, name: str, *, mean_reward: float) -> None:
+    """Let a sample be trained without a reward, since its scoring failed."""
+    run.change_sample("reward.scores", name, reward=None, error="no verdict")
+    run.change_sample("advantage.samples", name, reward=None)
+    _end_at(run, name.rpartition("/")[0], mean_reward=mean_reward)
+
+
 SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
     "a score of another generation": (
         lambda run: [
@@ -521,6 +528,23 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
     "tokens newer than the trainer": (
         _newer_tokens,
         {"sample trained by an older version than generated it"},
+    ),
+    "a scored sample without its reward": (
+        lambda run: (
+            run.change_sample("advantage.samples", "000003-0000-0/1", reward=None),
+            _end_at(run, "000003-0000-0", mean_reward=0.0),
+        )[0],
+        {"sample trained with a reward that no score gives"},
+    ),
+    "a refused sample with a reward": (
+        lambda run: run.change_sample(
+            "reward.scores", "000003-0000-0/1", reward=None, error="no verdict"
+        ),
+        {"sample trained with a reward that no score gives"},
+    ),
+    "an end whose mean reward counts a refused sample": (
+        lambda run: refuse_sample(run, "000003-0000-0/1", mean_reward=0.25),
+        {"outcome of a prompt group contradicts its train step"},
     ),
     "an end with another mean reward": (
         lambda run: _end_at(run, "000003-0000-0", mean_reward=0.5),

@@ -274,6 +274,7 @@ class AdvantageLoop:
             path_lengths=sample.path_lengths,
             policy_logprobs=policy_logprobs,
             is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            is_late=sample.finish_reason is FinishReason.LATE,
             turn_rewards=_dense(self._get_turn_rewards(group, sample), sample),
             token_rewards=_dense(self._get_token_rewards(group, sample), sample),
             **evaluated,

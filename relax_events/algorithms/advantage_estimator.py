@@ -32,11 +32,11 @@ class RewardedSample:
     where the algorithm has a critic. `turn_rewards`, one for each turn, and `token_rewards`, one
     for each loss token, are parts of `reward`; an algorithm with one advantage per sample uses
     `reward` alone. An episode that branched has `path_lengths`, and `tokens` where it has
-    `turn_rewards`.
+    `turn_rewards`. A sample without a reward has no part in the statistics of its prompt group.
     """
 
     sample_id: str
-    reward: float
+    reward: float | None
     loss_mask: NDArray[np.generic]
     components: Mapping[str, float]
     tokens: NDArray[np.generic] | None = None
@@ -46,6 +46,8 @@ class RewardedSample:
     values: NDArray[np.generic] | None = None
     teacher_logprobs: NDArray[np.generic] | None = None
     is_truncated: bool = False
+    is_late: bool = False
+    """Its reward is then that of each component."""
     turn_rewards: NDArray[np.generic] | None = None
     token_rewards: NDArray[np.generic] | None = None
 
@@ -86,27 +88,30 @@ class AdvantageEstimator:
                 what the algorithm needs, or the number of rewards by turn or token is wrong.
             ConfigError: A custom algorithm did not return a number for each sample.
         """
-        for sample in samples:
+        kept = [sample for sample in samples if self._counts(sample)]
+        for sample in kept:
             require_bounded_rewards(sample.sample_id, sample.reward, sample.components)
         with np.errstate(over="ignore", invalid="ignore"):
-            advantages = self._estimate_kept(samples)
+            advantages = self._estimate_kept(samples, kept)
         _require_finite_advantages(advantages, samples, name=self._algorithm.name)
         return advantages
 
-    def _estimate_kept(self, samples: Sequence[RewardedSample]) -> list[NDArray[np.float32]]:
+    def _estimate_kept(
+        self, samples: Sequence[RewardedSample], kept: Sequence[RewardedSample]
+    ) -> list[NDArray[np.float32]]:
         """Estimate the advantages; zeros for samples that are excluded."""
-        if self._algorithm.truncated_samples != "drop" or not any(
-            sample.is_truncated for sample in samples
-        ):
-            return self._estimate(samples)
-        kept = [sample for sample in samples if not sample.is_truncated]
         estimated = iter(
             self._estimate(kept, num_excluded=len(samples) - len(kept)) if kept else ()
         )
         return [
-            np.zeros(len(sample.loss_mask), np.float32) if sample.is_truncated else next(estimated)
+            next(estimated) if self._counts(sample) else np.zeros(len(sample.loss_mask), np.float32)
             for sample in samples
         ]
+
+    def _counts(self, sample: RewardedSample) -> bool:
+        """Return whether a sample has a part in the statistics of its prompt group."""
+        is_dropped = sample.is_truncated and self._algorithm.truncated_samples == "drop"
+        return sample.reward is not None and not is_dropped
 
     def _estimate(
         self, samples: Sequence[RewardedSample], *, num_excluded: int = 0
@@ -333,14 +338,16 @@ def _differences(
     return np.where(mask, ours.astype(np.float64) - theirs.astype(np.float64), 0.0)
 
 
-def require_bounded_rewards(sample_id: str, reward: float, components: Mapping[str, float]) -> None:
-    """Check that float32 can hold a sample's reward and its components.
+def require_bounded_rewards(
+    sample_id: str, reward: float | None, components: Mapping[str, float]
+) -> None:
+    """Check that float32 can hold a sample's reward, if it has one, and its components.
 
     Raises:
         RewardError: It can't hold one; the text names the sample and the value.
     """
     for name, value in {"reward": reward, **components}.items():
-        if not is_reward(value):
+        if value is not None and not is_reward(value):
             raise RewardError(f"sample {sample_id}: {name} must be {REWARD_RANGE}, got {value}")
 
 
@@ -349,7 +356,9 @@ def _require_finite_advantages(
 ) -> None:
     for values, sample in zip(advantages, samples, strict=True):
         if not (is_finite := np.isfinite(values)).all():
-            rewards = [float(f"{each.reward:.6g}") for each in samples]
+            rewards = [
+                None if each.reward is None else float(f"{each.reward:.6g}") for each in samples
+            ]
             raise RewardError(
                 f"algorithm {name}: the advantages of sample {sample.sample_id} must be finite, "
                 f"got {values[~is_finite][0]} from the rewards {rewards!r:.200}"
@@ -357,9 +366,9 @@ def _require_finite_advantages(
 
 
 def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarray, " samples"]]:
-    names = samples[0].components.keys()
+    names = next((sample for sample in samples if not sample.is_late), samples[0]).components.keys()
     for sample in samples:
-        if sample.components.keys() != names:
+        if sample.components.keys() != names and not sample.is_late:
             component_names, other_names = (
                 ", ".join(sorted(keys)) or "none" for keys in (sample.components, names)
             )
@@ -368,7 +377,10 @@ def _components(samples: Sequence[RewardedSample]) -> dict[str, Float64[np.ndarr
                 f"sample of its prompt has {other_names}"
             )
     return {
-        name: np.array([sample.components[name] for sample in samples], np.float64)
+        name: np.array(
+            [sample.reward if sample.is_late else sample.components[name] for sample in samples],
+            np.float64,
+        )
         for name in names
     }
 

@@ -13,6 +13,7 @@ object store, has a record for itself: columns of one entry.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,11 @@ class _Layout:
         self.shared_key = [field.name for field in dataclasses.fields(GenerationKey)]
         self.shared, self.tokens = fields_in(None), fields_in(Column.TOKENS)
         self.numbers = fields_in(Column.PACKED)
+        self.optional_numbers = [
+            name
+            for name in self.numbers
+            if types.NoneType in typing.get_args(hints[name].__origin__)
+        ]
         self.lists = fields_in(Column.EACH) + self.numbers
         defaults = ((name, _find_default(fields[name])) for name in self.lists)
         self.defaults = {name: default for name, default in defaults if default is not None}
@@ -263,6 +269,8 @@ def _read_lists(layout: _Layout, event: SampleColumns) -> dict[str, list[Any]]:
         values = getattr(event, name)
         if values is not None and name in layout.numbers:
             values = _read_numbers(event, name)
+            if name in layout.optional_numbers:
+                values = [None if math.isnan(value) else value for value in values]
         if values or name not in layout.defaults:
             lists[name] = values
     return lists

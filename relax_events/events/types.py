@@ -226,8 +226,9 @@ class SampleReady(SampleEvent):
     """float32 [num_loss_tokens, k]: the teacher's log-probabilities of topk_ids."""
     advantages: Tokens[Array]
     """float32 [num_tokens]: advantage where loss_mask is 1, else 0."""
-    reward: Packed[float]
-    """The sample's reward."""
+    reward: Packed[float | None]
+    """The sample's reward; null, which is NaN in a record, for a sample that has no part in
+    training: it was lost, or its scoring failed."""
     components: Each[dict[str, float]] = field(default_factory=dict)
     """Named parts of the reward; empty when it is a single number."""
     turn_rewards: Each[Array | None] = None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.parts import TopicOffset
+from relax_events.events.parts import SampleOutcome, TopicOffset
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -360,6 +360,9 @@ class Ledger:
             "samples_foreign": counts["foreign"],
             "records_unreadable": self.num_unreadable,
             "samples_trained": counts["trained samples"],
+            "samples_by_outcome": {
+                outcome.value: counts[f"trained: {outcome}"] for outcome in SampleOutcome
+            },
             "samples_trained_twice": counts["trained twice"],
             "samples_lost": counts["lost"],
             "updates_skipped": counts["updates skipped"],

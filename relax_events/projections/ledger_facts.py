@@ -10,6 +10,7 @@ from sys import intern
 from typing import NamedTuple
 
 from relax_events.events.generations import describe_trajectory
+from relax_events.events.parts import SampleOutcome
 from relax_events.events.types import (
     PromptGroupEnded,
     SampleReady,
@@ -74,10 +75,11 @@ class Ready(NamedTuple):
     tokens: bytes
     rest: bytes
     generation: str
-    reward: float
+    reward: float | None
     num_samples: int
     is_keyed: bool
     """Whether the record's key is the prompt group."""
+    sample_outcome: SampleOutcome
 
     @classmethod
     def from_event(cls, event: SampleReady, *, key: str, has_segments: bool = True) -> Ready:
@@ -98,6 +100,7 @@ class Ready(NamedTuple):
             event.reward,
             event.key.samples_per_prompt,
             key in ("", event.prompt_group_id),
+            SampleOutcome.of(event.finish_reason, event.reward),
         )
 
     def find_copy(self, copies: Iterable[Generated]) -> Generated | None:

@@ -164,7 +164,8 @@ class GroupCheck:
                 f"its outcome names version {outcome.policy_version}, its oldest tokens are of "
                 f"{oldest}"
             )
-        mean = sum(record.reward for record in records) / len(records)
+        rewards = [record.reward for record in records if record.reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else math.nan
         if outcome.mean_reward is not None and not math.isclose(
             outcome.mean_reward, mean, rel_tol=1e-6, abs_tol=1e-9
         ):
@@ -219,6 +220,7 @@ class GroupCheck:
                 ),
             }
         )
+        counts.update(f"trained: {record.sample_outcome}" for record in group.ready_and_trained)
         lost_issue = self.evidence.lost_issue(group)
         is_issued = group.is_issued or lost_issue
         if is_issued and is_external(group.group_id):

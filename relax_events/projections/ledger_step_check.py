@@ -134,13 +134,19 @@ class StepCheck:
     def _check_reward(
         self, sample: Trained, record: Ready, group: GroupFacts, totals: LedgerTotals
     ) -> None:
+        """Check that a trained sample has the reward that it was scored with, or none where it was
+        given none.
+        """
         rewards = group.rewards.get(sample.sample_id, set())
-        if not self.has_rewards or (record.generation, record.reward) in rewards:
+        scored = [reward for generation, reward in rewards if generation == record.generation]
+        is_right = record.reward in scored if scored else record.reward is None
+        if is_right or not self.has_rewards:
             return
         if self.evidence.may_lack(REWARD_SCORES, sample.partition, record.owner):
             totals.unverified[f"the rewards of {{}} trained samples were scored, {PURGED}"] += 1
         else:
-            what = f"{sample.sample_id} in train step {sample.train_step}: {record.reward:g}"
+            reward = "no reward" if record.reward is None else f"{record.reward:g}"
+            what = f"{sample.sample_id} in train step {sample.train_step}: {reward}"
             totals.findings.add(
                 Rule.NOT_SCORED,
                 (

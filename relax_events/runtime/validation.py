@@ -140,9 +140,14 @@ def check_ready(events: Sequence[Event]) -> list[SampleReady]:
     samples = _check_forms(events, SampleReady, READY_ARRAYS, token_sets)
     for sample in samples:
         _check_segments(sample)
-        if not is_reward(sample.reward):
+        if sample.reward is not None and not is_reward(sample.reward):
             raise PoisonSample(
                 f"sample {sample.sample_id}: reward must be {REWARD_RANGE}, got {sample.reward}"
+            )
+        if sample.reward is None and np.any(np.asarray(sample.advantages)):
+            raise PoisonSample(
+                f"sample {sample.sample_id}: advantages must be 0 where there is no reward, got "
+                f"{_largest(np.asarray(sample.advantages)):g}"
             )
     _check_values(samples, READY_ARRAYS)
     return samples

@@ -235,12 +235,13 @@ def build_trained_outcomes(
             result.sample_ids, result.rewards, result.staleness, strict=True
         ):
             group_id = sample_id.rpartition("/")[0]
-            rewards.setdefault(group_id, []).append(reward)
+            rewards.setdefault(group_id, []).extend([] if reward is None else [reward])
             versions[group_id] = min(train_step - staleness, versions.get(group_id, train_step))
     ended = []
     for result in results:
         for group_id in result.prompt_group_ids:
-            mean_reward = sum(rewards[group_id]) / len(rewards[group_id]) if has_rewards else None
+            values = rewards[group_id] if has_rewards else []
+            mean_reward = sum(values) / len(values) if values else None
             ended.append(
                 build_group_end(
                     group_id,

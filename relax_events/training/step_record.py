@@ -5,7 +5,7 @@ ranks.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.parts import FinishReason, Outcome, SampleOutcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded
 from relax_events.training.batch.assembly import LocatedSample
 
@@ -79,7 +79,8 @@ class RankStepResult:
     offsets: list[int] = field(default_factory=list)
     micro_batches: list[int] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    finish_reasons: list[FinishReason] = field(default_factory=list)
     components: list[dict[str, float]] = field(default_factory=list)
     completion_lengths: list[int] = field(default_factory=list)
     num_micro_batches: int = 0
@@ -100,9 +101,15 @@ class RankStepResult:
             self.micro_batches.append(self.num_micro_batches)
             self.staleness.append(trainer_version - sample.key.min_policy_version)
             self.rewards.append(sample.reward)
+            self.finish_reasons.append(sample.finish_reason)
             self.components.append(sample.components)
             self.completion_lengths.append(len(sample.tokens) - sample.num_prompt_tokens)
         self.num_micro_batches += 1
+
+    @property
+    def outcomes(self) -> list[SampleOutcome]:
+        """What became of each sample."""
+        return list(map(SampleOutcome.of, self.finish_reasons, self.rewards))
 
     def pop_micro_batches(self) -> list[list[str]]:
         """Return the sample ids of each trained micro-batch, and clear the trained samples."""
@@ -116,6 +123,7 @@ class RankStepResult:
             self.micro_batches,
             self.staleness,
             self.rewards,
+            self.finish_reasons,
             self.components,
             self.completion_lengths,
         ):
@@ -136,7 +144,26 @@ class RankStepResult:
             for item in fields.pop("ended")
         ]
         consumed = [TopicOffset(**item) for item in fields.pop("consumed")]
-        return cls(ended=ended, consumed=consumed, **fields)
+        reasons = [FinishReason(reason) for reason in fields.pop("finish_reasons")]
+        return cls(ended=ended, consumed=consumed, finish_reasons=reasons, **fields)
+
+
+def _describe_rewards(
+    results: Sequence[RankStepResult], outcomes: Sequence[SampleOutcome]
+) -> dict[str, float]:
+    """Return mean and deviation of the samples that have a reward, and the number of samples by
+    outcome, as `samples_ended/OUTCOME`.
+    """
+    rewards = [reward for result in results for reward in result.rewards if reward is not None] or [
+        0.0
+    ]
+    counts = Counter(outcomes)
+    return {
+        "reward_mean": float(np.mean(rewards)),
+        "reward_std": float(np.std(rewards)),
+        **mean_components(one for result in results for one in result.components),
+        **{f"samples_ended/{outcome}": float(counts[outcome]) for outcome in SampleOutcome},
+    }
 
 
 def mean_components(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -168,8 +195,13 @@ class StepRecord:
     @classmethod
     def merge(cls, results: Sequence[RankStepResult], *, has_rewards: bool = True) -> StepRecord:
         """Concatenate results in rank order; without rewards there are no reward metrics."""
-        rewards = np.array([reward for result in results for reward in result.rewards], np.float64)
-        lengths = [length for result in results for length in result.completion_lengths]
+        outcomes = [outcome for result in results for outcome in result.outcomes]
+        lengths = [
+            length
+            for result in results
+            for length, outcome in zip(result.completion_lengths, result.outcomes, strict=True)
+            if outcome is not SampleOutcome.LOST
+        ]
         staleness = np.array([value for result in results for value in result.staleness], np.int64)
         return cls(
             prompt_group_ids=[
@@ -189,15 +221,7 @@ class StepRecord:
             consumed=[offset for result in results for offset in result.consumed],
             staleness_counts=np.bincount(staleness).tolist(),
             metrics={
-                **(
-                    {
-                        "reward_mean": float(rewards.mean()),
-                        "reward_std": float(rewards.std()),
-                        **mean_components(one for result in results for one in result.components),
-                    }
-                    if has_rewards
-                    else {}
-                ),
+                **(_describe_rewards(results, outcomes) if has_rewards else {}),
                 "staleness_mean": float(staleness.mean()),
                 "completion_tokens_mean": float(np.mean(lengths)),
                 "completion_tokens_max": float(max(lengths)),

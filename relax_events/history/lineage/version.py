@@ -31,7 +31,7 @@ class TrainedSample:
     policy_version: int
     row: int
     data_row: int | None
-    reward: float
+    reward: float | None
     advantage: float | None
     reward_name: str
     reward_digest: str
@@ -179,7 +179,9 @@ def reward_uses(samples: Sequence[TrainedSample]) -> list[RewardUse]:
     """Return the versions of reward functions that scored these samples."""
     rewards: dict[tuple[str, str], list[float]] = {}
     for sample in samples:
-        rewards.setdefault((sample.reward_name, sample.reward_digest), []).append(sample.reward)
+        if sample.reward is not None:
+            name = sample.reward_name, sample.reward_digest
+            rewards.setdefault(name, []).append(sample.reward)
     return [
         RewardUse(*name, len(values), sum(values) / len(values))
         for name, values in sorted(rewards.items())

@@ -30,7 +30,7 @@ from relax_events.training.backend.step_training import StepTraining, StepUpdate
 from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack_in_passes
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import TokenSequence
-from relax_events.training.batch.truncation import mask_truncated
+from relax_events.training.batch.truncation import mask_excluded
 from relax_events.training.ranks import Ranks, SingleRank
 
 OWN_KEYS = ("learning_rate", "num_epochs", "num_mini_batches")
@@ -146,7 +146,7 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         return turn == self._data_ranks.rank
 
     def _pack(self, samples: Sequence[SampleReady]) -> ValueBatch:
-        samples = mask_truncated(samples, algorithm=self._config.algorithm)
+        samples = mask_excluded(samples, algorithm=self._config.algorithm)
         batch = pack_in_passes(
             samples,
             max_cells=self._max_cells,

@@ -31,7 +31,7 @@ from relax_events.training.batch.step_statistics import (
     compute_reward_scaling,
     compute_whitening,
 )
-from relax_events.training.batch.truncation import mask_truncated
+from relax_events.training.batch.truncation import mask_excluded
 from relax_events.training.ranks import GatheringRanks
 
 
@@ -69,7 +69,7 @@ class LossBatch:
         Raises:
             PoisonSample: A sample can't be trained on; the text names it.
         """
-        samples = mask_truncated(samples, algorithm=algorithm)
+        samples = mask_excluded(samples, algorithm=algorithm)
         if algorithm.needs_whole_groups:
             require_whole_prompt_groups(samples)
         batch = pack_in_passes(

@@ -1,4 +1,6 @@
-"""Masks the loss of what an algorithm does not train: truncated samples. Numpy alone."""
+"""Masks the loss of what an algorithm does not train: samples without a reward, and truncated ones.
+Numpy alone.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,20 @@ from relax_events.events.types import SampleReady
 from relax_events.training.batch.row_layout import read_array
 
 
-def mask_truncated(
+def mask_excluded(
     samples: Sequence[SampleReady], *, algorithm: AlgorithmConfig
 ) -> Sequence[SampleReady]:
-    """Return the samples without loss tokens in truncated ones, unless the algorithm trains them.
+    """Return the samples without loss tokens in those that have no reward, and in truncated ones
+    unless the algorithm trains them.
 
     Raises:
         PoisonSample: See `mask_loss`.
     """
-    if algorithm.truncated_samples == "train":
-        return samples
+    trains_truncated = algorithm.truncated_samples == "train"
     return [
         mask_loss(sample, np.zeros(len(sample.tokens), bool))
-        if sample.finish_reason is FinishReason.LENGTH
+        if sample.reward is None
+        or (sample.finish_reason is FinishReason.LENGTH and not trains_truncated)
         else sample
         for sample in samples
     ]

@@ -23,6 +23,9 @@ from relax_events.events.types import SampleReady, SampleScored
 from relax_events.kafka.log_reader import LogReader
 from relax_events.training.batch.assembly import LocatedSample
 
+NOT_SCORED = (FinishReason.LATE, FinishReason.LOST)
+"""Samples that no reward function scores."""
+
 
 def needs_new_advantages(recorded: AlgorithmConfig, algorithm: AlgorithmConfig) -> bool:
     """Return whether this algorithm would compute other advantages than the recorded ones."""
@@ -118,9 +121,11 @@ def require_recorded_teacher(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RelabelledReward:
-    """The reward of a rescoring, with its parts by turn and by token."""
+    """The reward of a rescoring, with its parts by turn and by token; None for a sample that has no
+    part in training.
+    """
 
-    reward: float
+    reward: float | None
     turn_rewards: NDArray[np.generic] | None = None
     token_rewards: NDArray[np.generic] | None = None
 
@@ -208,6 +213,7 @@ class AdvantageRelabeller:
             values=array("values"),
             teacher_logprobs=array("teacher_logprobs"),
             is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            is_late=sample.finish_reason is FinishReason.LATE,
             turn_rewards=array("turn_rewards") if other is None else other.turn_rewards,
             token_rewards=array("token_rewards") if other is None else other.token_rewards,
         )
@@ -215,7 +221,10 @@ class AdvantageRelabeller:
     def _new_reward(
         self, sample: SampleReady, rewards: Mapping[TrajectoryKey, RelabelledReward]
     ) -> RelabelledReward:
-        if (reward := rewards.get(get_trajectory_key(sample))) is None:
+        reward = rewards.get(get_trajectory_key(sample))
+        if reward is None and sample.finish_reason in NOT_SCORED:
+            return RelabelledReward(None)
+        if reward is None:
             raise ConfigError(
                 f"sample {sample.sample_id} has no reward under parent.scores = {self._scores!r}; "
                 "finish the rescoring with relax rewards --keep, or choose versions that it covers"

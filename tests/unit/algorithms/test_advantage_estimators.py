@@ -38,7 +38,11 @@ def group(rewards: list[float], lengths: list[float] | None = None) -> GroupRewa
 
 
 def estimate(
-    rewards: list[float], masks: list[list[int]], *, cut_off: tuple[int, ...] = (), **settings: Any
+    rewards: list[float | None],
+    masks: list[list[int]],
+    *,
+    cut_off: tuple[int, ...] = (),
+    **settings: Any,
 ) -> list[list[float]]:
     samples = [
         RewardedSample(
@@ -429,3 +433,34 @@ def test_rewards_that_differ_by_rounding_give_no_noise(normalises: Any) -> None:
     for function in (leave_one_out, grpo_advantages):
         advantages = function(rewards, normalise_std=normalises)
         assert np.abs(advantages).max() < 1e-6
+
+
+@pytest.mark.parametrize("baseline", ["group", "leave_one_out"])
+@pytest.mark.parametrize("truncated", ["train", "drop"])
+def test_sample_without_a_reward_has_no_part_in_its_prompt_group(
+    baseline: str, truncated: str
+) -> None:
+    settings: dict[str, Any] = {"baseline": baseline, "truncated_samples": truncated}
+    mask = [0, 1, 1]
+    others = estimate([1.0, 0.0, 0.5], [mask] * 3, **settings)
+    whole = estimate([1.0, None, 0.0, 0.5, None], [mask] * 5, **settings)
+    assert [whole[index] for index in (0, 2, 3)] == others
+    assert [whole[index] for index in (1, 4)] == [[0.0] * 3] * 2
+    assert estimate([None, None], [mask] * 2, **settings) == [[0.0] * 3] * 2
+
+
+def test_late_sample_has_its_reward_for_each_component() -> None:
+    def build(reward: float, parts: dict[str, float], *, is_late: bool = False) -> RewardedSample:
+        return RewardedSample(
+            sample_id="s",
+            reward=reward,
+            components=parts,
+            loss_mask=np.array([0, 1], np.uint8),
+            is_late=is_late,
+        )
+
+    finished = [build(3.0, {"a": 1.0, "b": 2.0}), build(0.0, {"a": 0.0, "b": 0.0})]
+    estimator = AdvantageEstimator(AlgorithmConfig(name="gdpo"), max_new_tokens=8)
+    expected = estimator([*finished, build(-2.0, {"a": -1.0, "b": -1.0})])
+    late = estimator([*finished, build(-1.0, {}, is_late=True)])
+    assert [values.tolist() for values in late] == [values.tolist() for values in expected]

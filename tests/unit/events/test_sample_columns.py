@@ -100,7 +100,7 @@ def prepared(index: int, num_tokens: int = 4, **changes: Any) -> Sample:
         "ref_logprobs": np.linspace(-2 - index, 0, num_tokens, dtype=np.float32),
         "teacher_logprobs": np.linspace(-3 - index, 0, num_tokens, dtype=np.float32),
         "advantages": np.full(num_tokens, index / 3, np.float32),
-        "reward": index / 3,
+        "reward": None if index == 1 else index / 3,
         "components": {"format": 1.0} if index else {},
         "temperature": 0.7,
         "finish_reason": list(FinishReason)[index % 4],

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from event_samples import ended, ready, rolled_out
-from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun, change_step
+from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun, change_step, refuse_sample
 
-from relax_events.events.parts import ObjectRef, Outcome, StoredArray, TopicOffset
+from relax_events.events.parts import (
+    FinishReason,
+    ObjectRef,
+    Outcome,
+    StoredArray,
+    TopicOffset,
+)
 from relax_events.events.types import SampleReady
 from relax_events.history.ledger import stable_ranges
 from relax_events.projections.ledger import Ledger
@@ -71,6 +77,23 @@ def test_samples_of_a_skipped_update_are_counted_once() -> None:
         ledger.totals()["samples_trained"],
         ledger.totals()["outcomes"]["trained"],
     ) == (1, 24, 12)
+
+
+def test_ledger_counts_trained_samples_by_their_outcome() -> None:
+    run = ValidRun(6)
+    refuse_sample(run, "000003-0000-0/1", mean_reward=0.0)
+    for entity in ("rollout.samples", "advantage.samples"):
+        run.change_sample(entity, "000003-0001-0/0", finish_reason=FinishReason.LATE)
+    run.mark("000003-0001-0")
+    ledger = run.ledger()
+    assert ledger.problems() == []
+    assert ledger.totals()["samples_by_outcome"] == {
+        "finished": 22,
+        "truncated": 0,
+        "late": 1,
+        "lost": 0,
+        "refused": 1,
+    }
 
 
 @pytest.mark.parametrize("rule", TAMPERINGS)

@@ -16,7 +16,7 @@ from valid_run import MAX_STALENESS, ValidRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.errors import ConfigError
-from relax_events.events.parts import TopicOffset
+from relax_events.events.parts import FinishReason, TopicOffset
 from relax_events.events.types import PromptGroupEnded
 from relax_events.history.runs.details import find_missing_record
 from relax_events.history.runs.forking import inherited_algorithm
@@ -202,6 +202,29 @@ def test_relabelling_uses_the_rewards_of_a_rescoring() -> None:
             rewards={(f"{GROUP}/0", 0, ""): RelabelledReward(3.0)},
             scores="strict",
         )(placed([0.0, 1.0]))
+
+
+def test_relabelling_keeps_samples_without_a_reward_out_of_their_prompt_group() -> None:
+    samples = placed([0.0, 1.0, 0.5])
+    lost = dataclasses.replace(
+        samples[2],
+        sample=dataclasses.replace(
+            samples[2].sample,
+            reward=None,
+            finish_reason=FinishReason.LOST,
+            advantages=np.zeros(4, np.float32),
+        ),
+    )
+    settings = AlgorithmConfig(normalise_std=False)
+    kept = AdvantageRelabeller(settings, max_new_tokens=8)([*samples[:2], lost])
+    assert [item.sample.reward for item in kept] == [0.0, 1.0, None]
+    assert [float(item.sample.advantages[-1]) for item in kept] == [-0.5, 0.5, 0.0]
+    rewards = {(f"{GROUP}/{index}", 0, ""): RelabelledReward(2.0 - index) for index in range(2)}
+    rescored = AdvantageRelabeller(settings, max_new_tokens=8, rewards=rewards, scores="strict")(
+        [*samples[:2], lost]
+    )
+    assert [item.sample.reward for item in rescored] == [2.0, 1.0, None]
+    assert [float(item.sample.advantages[-1]) for item in rescored] == [0.5, -0.5, 0.0]
 
 
 def test_relabelling_applies_another_distillation_coefficient() -> None:

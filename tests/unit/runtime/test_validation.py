@@ -113,6 +113,7 @@ def test_invalid_sample_is_poison(stage: str, changes: dict[str, Any], text: str
             {"actor_logprobs": vector(0)},
             "actor_logprobs must have the shape of tokens (4,), got (1,)",
         ),
+        ({"reward": None}, "advantages must be 0 where there is no reward, got 1"),
         ({"reward": math.nan}, "reward must be within +-3.4e38, got nan"),
         ({"reward": 1e308}, "reward must be within +-3.4e38, got 1e+308"),
     ],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.errors import RunFailed
-from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
+from relax_events.events.parts import CheckpointRef, FinishReason, Outcome, TopicOffset
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.commit import build_trained_outcomes
@@ -74,11 +74,58 @@ def test_step_record_merges_rank_results_in_rank_order(shares: list[RankStepResu
     )
 
 
+def build_outcomes_share() -> RankStepResult:
+    """Make a prompt group of five samples, one of each outcome."""
+    endings = [
+        ("stop", 1.0, 4),
+        ("length", 0.5, 4),
+        ("late", 0.0, 4),
+        ("lost", None, 2),
+        ("stop", None, 4),
+    ]
+    share = RankStepResult(0, prompt_group_ids=["000003-0000-0"])
+    placed = [
+        LocatedSample(
+            ready(
+                "000003-0000-0",
+                index,
+                version=3,
+                of=5,
+                reward=reward,
+                finish_reason=FinishReason(reason),
+                tokens=np.arange(length, dtype=np.int32),
+            ),
+            partition=0,
+            offset=index,
+        )
+        for index, (reason, reward, length) in enumerate(endings)
+    ]
+    share.add_micro_batch(placed, trainer_version=3)
+    return share
+
+
+def test_samples_without_a_reward_count_by_outcome_and_in_no_mean() -> None:
+    share = build_outcomes_share()
+    metrics = StepRecord.merge([share]).metrics
+    assert metrics["reward_mean"] == pytest.approx(0.5)
+    assert metrics["reward_std"] == pytest.approx(float(np.std([1.0, 0.5, 0.0])))
+    assert {
+        name: metrics[f"samples_ended/{name}"]
+        for name in ("finished", "truncated", "late", "lost", "refused")
+    } == {"finished": 1, "truncated": 1, "late": 1, "lost": 1, "refused": 1}
+    assert metrics["completion_tokens_mean"] == 2.0  # not of the lost one
+    (end,) = build_trained_outcomes([share], 3)
+    assert end.mean_reward == pytest.approx(0.5)
+    assert RankStepResult.from_bytes(share.to_bytes()) == share
+    share.pop_micro_batches()
+    assert share.outcomes == []
+
+
 def test_step_record_has_no_reward_metrics_without_rewards(
     shares: list[RankStepResult],
 ) -> None:
     merged = StepRecord.merge(shares, has_rewards=False).metrics
-    assert not [name for name in merged if name.startswith("reward")]
+    assert not [name for name in merged if name.startswith(("reward", "samples_ended"))]
     assert merged["staleness_mean"] == 1.0
     assert {end.mean_reward for end in build_trained_outcomes(shares, 3, has_rewards=False)} == {
         None
