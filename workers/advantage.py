@@ -10,7 +10,8 @@ offsets follow the oldest prompt group that is still open.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -24,7 +25,7 @@ from relax_events.algorithms.advantage_estimator import (
 from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RewardError
-from relax_events.events.parts import Array, FinishReason, Outcome, TopicOffset
+from relax_events.events.parts import Array, FinishReason, Outcome, SampleOutcome, TopicOffset
 from relax_events.events.tensors import dense
 from relax_events.events.types import (
     Event,
@@ -60,6 +61,7 @@ EVALUATION_FIELDS = {
     "teacher": "teacher_logprobs",
 }
 """The field of a ready sample that holds what a model computed, by the model's role."""
+MAX_ERROR_CHARACTERS = 600
 MAX_RECORDS = 256
 """Maximum records that are joined between two polls; their offsets are committed after them."""
 
@@ -194,38 +196,13 @@ class AdvantageLoop:
     def _finish(self, group: JoinedGroup) -> None:
         """Send a complete or failed prompt group to the trainer."""
         self._join.close(group)
-        failures = [failure for score in group.scores.values() if (failure := _find_failure(score))]
-        if group.failure or failures:
-            reason = f"poison: {group.failure}" if group.failure else f"reward: {failures[0]}"
+        if reason := self._find_failure(group):
             self._end(group, Outcome.FAILED, reason)
             return
-        rewards = np.array(
-            [self._get_reward(group, sample) for sample in group.ordered_samples()], np.float64
-        )
-        mean_reward = float(rewards.mean()) if self._has_rewards else None
-        if is_external(group.prompt_group_id):
-            self._end(
-                group,
-                Outcome.FILTERED,
-                "external: generated and scored, not trained",
-                mean_reward=mean_reward,
-            )
-            return
-        algorithm = self._worker.config.algorithm
-        is_whole = np.array(
-            [sample.finish_reason is not FinishReason.LENGTH for sample in group.ordered_samples()]
-        )
-        if algorithm.truncated_samples != "train" and not is_whole.any():
-            self._end(
-                group,
-                Outcome.FILTERED,
-                "all samples were cut off by their length",
-                mean_reward=mean_reward,
-            )
-            return
-        counted = rewards[is_whole] if algorithm.truncated_samples == "drop" else rewards
-        if algorithm.filter_uniform_rewards and np.ptp(counted) == 0:
-            self._end(group, Outcome.FILTERED, "all rewards are equal", mean_reward=mean_reward)
+        rewarded = self._collect_rewards(group)
+        mean_reward = float(np.mean([*rewarded.values()])) if self._has_rewards else None
+        if reason := self._find_filter(group, rewarded):
+            self._end(group, Outcome.FILTERED, reason, mean_reward=mean_reward)
             return
         try:
             advantages = self._advantages(group)
@@ -239,18 +216,91 @@ class AdvantageLoop:
         for record in self._worker.records.build_for_samples(TRAINING_SAMPLES, ready):
             self._worker.records.producer.send(record)
 
-    def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float:
-        """Return a sample's reward; 0 in a run without rewards."""
-        return group.get_reward(sample) if self._has_rewards else 0.0
+    def _find_failure(self, group: JoinedGroup) -> str:
+        """Return why a prompt group can't be trained, empty if it can: a record is unusable, too
+        few samples have a reward, or all that have one were late, as in an outage of a sandbox.
+        """
+        if group.failure:
+            return f"poison: {group.failure}"
+        samples, rewarded = group.ordered_samples(), self._collect_rewards(group)
+        num_needed = self._worker.config.algorithm.count_needed_samples(len(samples))
+        if len(rewarded) < num_needed:
+            outcomes = Counter(
+                SampleOutcome.of(sample.finish_reason, rewarded.get(sample.sample_id))
+                for sample in samples
+            )
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+            return (
+                f"reward: {len(rewarded)} of {len(samples)} samples are usable, {num_needed} are "
+                f"needed (algorithm.min_samples_per_group): {counts}; first: "
+                f"{self._find_first_error(group):.{MAX_ERROR_CHARACTERS}}"
+            )
+        if all(
+            sample.finish_reason is FinishReason.LATE
+            for sample in samples
+            if sample.sample_id in rewarded
+        ):
+            return (
+                "reward: no sample of the prompt group finished by itself, all were late: the "
+                "sandbox is overloaded, or the policy hangs its programs"
+            )
+        return ""
+
+    def _find_first_error(self, group: JoinedGroup) -> str:
+        errors = (
+            sample.error or _find_refusal(group.scores[sample.sample_id]) or ""
+            for sample in group.ordered_samples()
+            if self._get_reward(group, sample) is None
+        )
+        return next(filter(None, errors), "reward.on_timeout gives late samples none")
+
+    def _find_filter(self, group: JoinedGroup, rewarded: Mapping[str, float]) -> str:
+        """Return why a prompt group with these rewards is left out, empty if it is not."""
+        if is_external(group.prompt_group_id):
+            return "external: generated and scored, not trained"
+        algorithm = self._worker.config.algorithm
+        whole = [
+            rewarded[sample.sample_id]
+            for sample in group.samples.values()
+            if sample.sample_id in rewarded and sample.finish_reason is not FinishReason.LENGTH
+        ]
+        if algorithm.truncated_samples != "train" and not whole:
+            return "all samples were cut off by their length"
+        counted = whole if algorithm.truncated_samples == "drop" else [*rewarded.values()]
+        if algorithm.filter_uniform_rewards and np.ptp(counted) == 0:
+            return "all rewards are equal"
+        return ""
+
+    def _collect_rewards(self, group: JoinedGroup) -> dict[str, float]:
+        """Return the rewards of the samples that have one."""
+        rewards = {
+            sample.sample_id: self._get_reward(group, sample) for sample in group.samples.values()
+        }
+        return {name: reward for name, reward in rewards.items() if reward is not None}
+
+    def _get_score(self, group: JoinedGroup, sample: SampleRolledOut) -> SampleScored | None:
+        """Return a sample's score; None where it has no usable one."""
+        score = group.scores.get(sample.sample_id)
+        return None if score is None or _find_refusal(score) is not None else score
+
+    def _get_reward(self, group: JoinedGroup, sample: SampleRolledOut) -> float | None:
+        """Return a sample's reward, if it has one; 0 in a run without rewards."""
+        if not self._has_rewards:
+            return 0.0
+        score = self._get_score(group, sample)
+        return None if score is None else score.reward
 
     def _get_components(self, group: JoinedGroup, sample: SampleRolledOut) -> dict[str, float]:
-        return group.scores[sample.sample_id].components if self._has_rewards else {}
+        score = self._get_score(group, sample)
+        return {} if score is None else score.components
 
     def _get_turn_rewards(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
-        return group.scores[sample.sample_id].turn_rewards if self._has_rewards else None
+        score = self._get_score(group, sample)
+        return None if score is None else score.turn_rewards
 
     def _get_token_rewards(self, group: JoinedGroup, sample: SampleRolledOut) -> Array | None:
-        return group.scores[sample.sample_id].token_rewards if self._has_rewards else None
+        score = self._get_score(group, sample)
+        return None if score is None else score.token_rewards
 
     def _advantages(self, group: JoinedGroup) -> list[NDArray[np.float32]]:
         return self._estimator(
@@ -374,10 +424,10 @@ class AdvantageLoop:
             self._committed.pop((offset.topic, offset.partition), None)
 
 
-def _find_failure(score: SampleScored) -> str | None:
-    """Return why a score can't be used; None if it can."""
+def _find_refusal(score: SampleScored) -> str | None:
+    """Return why a score gives no reward; None if it does."""
     if score.error is not None or score.reward is None:
-        return score.error or "no reward"
+        return score.error or ""
     try:
         require_bounded_rewards(score.sample_id, score.reward, score.components)
     except RewardError as error:

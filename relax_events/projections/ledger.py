@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.parts import SampleOutcome, TopicOffset
+from relax_events.events.parts import SampleOutcome, TopicOffset, is_reward
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -246,7 +246,8 @@ class Ledger:
             if copy not in copies:
                 copies.append(copy)
         elif group is not None and isinstance(event, SampleScored):
-            if event.reward is not None and event.error is None:
+            is_usable = event.error is None and all(map(is_reward, event.components.values()))
+            if event.reward is not None and is_usable and is_reward(event.reward):
                 group.rewards.setdefault(event.sample_id, set()).add(
                     (event.key.generation_digest, event.reward)
                 )

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from relax_events.errors import RewardError
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleEvaluated, SampleRolledOut, SampleScored
 from relax_events.kafka.records import Record
@@ -55,19 +54,6 @@ class JoinedGroup:
             len(results) >= len(self.samples) and results.keys() >= self.samples.keys()
             for results in needed
         )
-
-    def get_reward(self, sample: SampleRolledOut) -> float:
-        """Return the reward of a scored sample.
-
-        Raises:
-            RewardError: The scoring failed.
-        """
-        score = self.scores[sample.sample_id]
-        if score.reward is None:
-            raise RewardError(
-                f"sample {sample.sample_id} has no reward: {score.error or 'none was given'}"
-            )
-        return score.reward
 
     def ordered_samples(self) -> list[SampleRolledOut]:
         """Return the samples, ordered by index."""

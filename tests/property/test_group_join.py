@@ -107,7 +107,9 @@ def test_group_with_two_generations_is_joined_from_one_of_them(
     group = complete[0]
     number = {"a": 1, "b": 2}[group.generation_digest]
     assert {int(np.asarray(sample.tokens)[3]) for sample in group.samples.values()} == {number}
-    assert {group.get_reward(sample) for sample in group.samples.values()} == {float(number)}
+    assert {group.scores[sample.sample_id].reward for sample in group.samples.values()} == {
+        float(number)
+    }
     assert {
         float(np.asarray(one.values)[0])
         for name in LOGPROB_ROLES

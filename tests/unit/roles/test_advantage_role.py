@@ -50,6 +50,9 @@ def finish(
     taught: dict[str, np.ndarray] | None = None,
     topk_ids: np.ndarray | None = None,
     cut_off: tuple[int, ...] = (),
+    refused: tuple[int, ...] = (),
+    late: tuple[int, ...] = (),
+    lost: tuple[int, ...] = (),
 ) -> Sent:
     """Let the role finish a prompt group of samples with two loss tokens each."""
     group = JoinedGroup(GROUP, 0, 0)
@@ -58,10 +61,22 @@ def finish(
         parts = components[index] if components else {}
         if index in cut_off:
             sample = dataclasses.replace(sample, finish_reason=FinishReason.LENGTH)
+        if index in late:
+            sample = dataclasses.replace(sample, finish_reason=FinishReason.LATE)
+        if index in lost:
+            sample = dataclasses.replace(
+                sample, finish_reason=FinishReason.LOST, error="its server is gone"
+            )
         group.samples[sample.sample_id] = sample
         group.scores[sample.sample_id] = dataclasses.replace(
             event_samples.scored(GROUP, index, reward=reward), components=parts
         )
+        if index in refused + lost:
+            group.scores[sample.sample_id] = dataclasses.replace(
+                group.scores[sample.sample_id],
+                reward=None,
+                error="no verdict" if index in refused else None,
+            )
         if ref is not None:
             evaluated = dataclasses.replace(event_samples.evaluated(GROUP, index), values=ref)
             group.logprobs.setdefault("reference", {})[sample.sample_id] = evaluated
@@ -113,7 +128,10 @@ def test_only_the_prompt_group_with_a_huge_reward_on_the_log_fails(
     make_run_config: Any, settings: dict[str, Any]
 ) -> None:
     sent = finish(make_run_config(algorithm=settings), [1.0, 1e308])
-    reason = f"reward: sample {GROUP}/1: reward must be within +-3.4e38, got 1e+308"
+    reason = (
+        "reward: 1 of 2 samples are usable, 2 are needed (algorithm.min_samples_per_group): 1 "
+        f"finished, 1 refused; first: sample {GROUP}/1: reward must be within +-3.4e38, got 1e+308"
+    )
     assert (sent.ready, sent.ended) == ([], [(GROUP, Outcome.FAILED, reason)])
 
 
@@ -209,3 +227,60 @@ def test_uniform_reward_filter_ignores_dropped_but_not_masked_samples(make_run_c
     assert all(
         sample.loss_mask.any() for sample in masked.ready
     )  # the log keeps what the policy chose
+
+
+@pytest.mark.parametrize("kind", ["refused", "lost"])
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "opo", "reinforce_plus_plus"])
+def test_prompt_group_is_trained_without_its_unusable_sample(
+    make_run_config: Any, algorithm: str, kind: str
+) -> None:
+    config = make_run_config(algorithm={"name": algorithm})
+    others = finish(config, [1.0, 0.0, 0.25]).ready
+    whole = finish(config, [1.0, 0.0, 9.0, 0.25], **{kind: (2,)}).ready
+    assert [sample.reward for sample in whole] == [1.0, 0.0, None, 0.25]
+    assert [whole[index].advantages.tolist() for index in (0, 1, 3)] == [
+        sample.advantages.tolist() for sample in others
+    ]
+    assert not whole[2].advantages.any()
+
+
+def test_reward_beyond_float32_is_refused_with_its_components(make_run_config: Any) -> None:
+    parts = [{"a": 1.0}, {"a": 1e300}, {"a": 0.0}]
+    sent = finish(make_run_config(), [1.0, 0.0, 0.0], parts)
+    assert [sample.reward for sample in sent.ready] == [1.0, None, 0.0]
+    assert [sample.components for sample in sent.ready] == [{"a": 1.0}, {}, {"a": 0.0}]
+
+
+def test_prompt_group_with_too_few_usable_samples_fails_with_their_numbers(
+    make_run_config: Any,
+) -> None:
+    sent = finish(make_run_config(), [1.0] * 8, refused=(0, 5, 6), lost=(1, 2))
+    reason = (
+        "reward: 3 of 8 samples are usable, 4 are needed (algorithm.min_samples_per_group): 3 "
+        "finished, 2 lost, 3 refused; first: no verdict"
+    )
+    assert (sent.ready, sent.ended) == ([], [(GROUP, Outcome.FAILED, reason)])
+    config = make_run_config(algorithm={"min_samples_per_group": 3})
+    assert len(finish(config, [1.0] * 8, refused=(0, 5, 6), lost=(1, 2)).ready) == 8
+
+
+def test_late_samples_are_trained_unless_all_are_late(make_run_config: Any) -> None:
+    config = make_run_config(algorithm={"normalise_std": False})
+    sent = finish(config, [0.0, 1.0, 0.5], late=(0,), lost=(2,))
+    assert [float(sample.advantages[-1]) for sample in sent.ready] == [-0.5, 0.5, 0.0]
+    sent = finish(config, [0.0, 0.0, 1.0], late=(0, 1), lost=(2,))
+    ((_, outcome, reason),) = sent.ended
+    assert outcome is Outcome.FAILED
+    assert "all were late: the sandbox is overloaded, or the policy hangs" in reason
+
+
+def test_prompt_group_whose_usable_samples_are_masked_is_filtered(make_run_config: Any) -> None:
+    config = make_run_config(algorithm={"truncated_samples": "mask"})
+    sent = finish(config, [1.0, 0.0, 0.0, 0.0], cut_off=(0, 1), lost=(2, 3))
+    assert [reason for _, _, reason in sent.ended] == ["all samples were cut off by their length"]
+
+
+def test_uniform_reward_filter_ignores_samples_without_a_reward(make_run_config: Any) -> None:
+    config = make_run_config(algorithm={"filter_uniform_rewards": True})
+    sent = finish(config, [1.0, 1.0, 0.0], refused=(2,))
+    assert [reason for _, _, reason in sent.ended] == ["all rewards are equal"]
