@@ -26,7 +26,12 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.objects.store import list_media
 from relax_events.rewards.run_judge import JudgeReward, load_judge_rewards
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import build_reward_item, build_sample_scored, read_source
+from relax_events.rewards.scoring import (
+    build_reward_item,
+    build_sample_scored,
+    get_fixed_score,
+    read_source,
+)
 from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.roles.judging import JudgeQuestions, open_judge
 from relax_events.roles.worker_factory import open_worker
@@ -103,6 +108,11 @@ class JudgeScorer:
             self._done.append((key, ()))
             return
         pending_sample = PendingSample(key, sample, reward, time.monotonic())
+        if not sample.finish_reason.is_scored:
+            score = get_fixed_score(sample.finish_reason, self._worker.config.reward)
+            record = self._record(pending_sample, score, outcome="skipped")
+            self._done.append((key, (record,)))
+            return
         name = str(next(self._numbers))
         try:
             self._engine.submit(self._request(name, pending_sample))
@@ -160,7 +170,7 @@ class JudgeScorer:
     def _record(
         self,
         asked: PendingSample,
-        result: Score | RewardError,
+        result: Score | RewardError | None,
         judgement: str = "",
         *,
         outcome: str = "failed",

@@ -2,9 +2,9 @@
 
 Consumes rollout.samples, produces SampleScored on reward.scores; samples that the judge role scores
 are skipped. A reward function of whole prompt groups is called once all their samples have arrived.
-If a function raises, hangs, crashes or returns a number that is not finite, the samples of that
-call fail with the reason, and the failure is counted. The worker continues, and no failure becomes
-a reward of zero.
+Samples that were lost or late are scored by no function. If a function raises, hangs, crashes or
+returns a number that is not finite, the samples of that call fail with the reason, and the failure
+is counted. The worker continues, and no failure becomes a reward of zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import build_reward_item, build_sample_scored, read_source
+from relax_events.rewards.scoring import (
+    build_reward_item,
+    build_sample_scored,
+    get_fixed_score,
+    read_source,
+)
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop, SingleSamples, WholePromptGroups
 from relax_events.runtime.worker import Worker
@@ -67,20 +72,28 @@ class RewardScorer:
         )
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
-        items = [build_reward_item(sample) for sample in samples]
+        items = [build_reward_item(one) for one in samples if one.finish_reason.is_scored]
         with self._worker.lifecycle.activity(
             "score samples", deadline_seconds=self._pool.max_response_seconds
         ):
-            results = self._pool.score_batch(items, on_answer=self._worker.heartbeat.advance)
+            results = iter(self._pool.score_batch(items, on_answer=self._worker.heartbeat.advance))
+        reward = self._worker.config.reward
         return [
-            self._scored(sample, result) for sample, result in zip(samples, results, strict=True)
+            self._scored(
+                sample,
+                next(results)
+                if sample.finish_reason.is_scored
+                else get_fixed_score(sample.finish_reason, reward),
+            )
+            for sample in samples
         ]
 
-    def _scored(self, sample: SampleRolledOut, result: Score | RewardError) -> SampleScored:
+    def _scored(self, sample: SampleRolledOut, result: Score | RewardError | None) -> SampleScored:
         scored = build_sample_scored(
             sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest
         )
-        self._worker.metrics.count_scored("scored" if scored.error is None else "failed")
+        outcome = "scored" if scored.error is None else "failed"
+        self._worker.metrics.count_scored(outcome if sample.finish_reason.is_scored else "skipped")
         if scored.error is not None:
             log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
         return scored

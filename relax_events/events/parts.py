@@ -65,6 +65,11 @@ class FinishReason(StrEnum):
     LOST = "lost"
     """Its environment, engine or media failed; it has no generated token."""
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether a reward function scores samples that ended so."""
+        return self not in (FinishReason.LATE, FinishReason.LOST)
+
 
 class SampleOutcome(StrEnum):
     """What became of a sample of a prompt group (ADR 78)."""

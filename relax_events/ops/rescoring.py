@@ -165,7 +165,7 @@ class KeptScores:
     def _score_new(self, batch: Sequence[Completion]) -> None:
         """Score samples, write the new scores, and record them once they are acknowledged."""
         completions = [self._function.fetch(completion) for completion in batch]
-        results = self._function.score_batch([completion.item for completion in completions])
+        results = self._function.score_fetched(completions)
         events = [
             build_sample_scored(
                 sample, result, reward_name=self._function.name, reward_digest=self._function.digest

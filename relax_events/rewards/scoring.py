@@ -11,7 +11,7 @@ from relax_events.algorithms.gae import rewards_by_loss_token
 from relax_events.config import RewardConfig
 from relax_events.errors import RewardError
 from relax_events.events.json_text import parse_json
-from relax_events.events.parts import ChatMessage, StoredArray
+from relax_events.events.parts import ChatMessage, FinishReason, StoredArray
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.rewards.pool import RewardItem
@@ -58,9 +58,18 @@ def read_source(sample: SampleRolledOut, reward: RewardConfig) -> str | None:
         return None
 
 
+def get_fixed_score(finish_reason: FinishReason, reward: RewardConfig) -> Score | None:
+    """Return the score of a sample that no function scores: `reward.on_timeout` where the policy
+    was late, None for a sample without a reward.
+    """
+    if finish_reason is FinishReason.LATE and reward.on_timeout != "none":
+        return Score(reward.on_timeout, {})
+    return None
+
+
 def build_sample_scored(
     sample: SampleRolledOut,
-    result: Score | RewardError,
+    result: Score | RewardError | None,
     *,
     reward_name: str,
     reward_digest: str,
@@ -69,7 +78,8 @@ def build_sample_scored(
     """Build the score event of a sample; a failure has an error text and no reward, never a silent
     zero.
 
-    A score with a wrong number of turn or token rewards is a failure, too.
+    A score with a wrong number of turn or token rewards is a failure, too. The result None is of a
+    sample that no function scores and that has no reward: it has no error either.
     """
     fitting = _check_lengths(sample, result, reward_name) if isinstance(result, Score) else result
     success = fitting if isinstance(fitting, Score) else None
@@ -82,7 +92,7 @@ def build_sample_scored(
         token_rewards=token_rewards,
         reward_name=reward_name,
         reward_digest=reward_digest,
-        error=None if success else str(fitting),
+        error=str(fitting) if isinstance(fitting, RewardError) else None,
         judge_response=judge_response,
         seconds=success.seconds if success else 0.0,
     )

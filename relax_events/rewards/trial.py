@@ -19,7 +19,7 @@ from relax_events.events.types import UNREAD_BY_REWARDS, SampleRolledOut
 from relax_events.objects import ObjectStore, check_out
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import build_reward_item
+from relax_events.rewards.scoring import build_reward_item, get_fixed_score
 
 BATCH_ITEMS = 256
 Result = Score | RewardError
@@ -47,6 +47,11 @@ class Completion:
 
     item: RewardItem
     sample: SampleRolledOut | None = None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a reward function scores it."""
+        return self.sample is None or self.sample.finish_reason.is_scored
 
     @property
     def group_size(self) -> int:
@@ -82,7 +87,20 @@ class FunctionScorer(RewardPool):
                 f"{self.name} scores prompt groups, which texts are not; use relax rewards with "
                 "--run"
             )
-        return self.score_batch([self.fetch(completion).item for completion in batch])
+        return self.score_fetched([self.fetch(completion) for completion in batch])
+
+    def score_fetched(self, batch: Sequence[Completion]) -> list[Result]:
+        """Score fetched completions; samples that were lost or late as a run does."""
+        items = [one.item for one in batch if one.is_scored]
+        results = iter(self.score_batch(items) if items else ())
+        return [next(results) if one.is_scored else self._get_fixed(one) for one in batch]
+
+    def _get_fixed(self, completion: Completion) -> Result:
+        assert completion.sample is not None, "a text is scored"
+        reason = completion.sample.finish_reason
+        return get_fixed_score(reason, self._config) or RewardError(
+            f"sample {completion.item.sample_id} was {reason}: it has no reward"
+        )
 
     def fetch(self, completion: Completion) -> Completion:
         """Return a completion with its sample's stored arrays, if the function takes any."""

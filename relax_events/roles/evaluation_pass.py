@@ -29,7 +29,7 @@ from relax_events.media.model_inputs import ProcessedMedia
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.run_judge import JudgeReward
 from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import role_text_pairs
+from relax_events.rewards.scoring import get_fixed_score, role_text_pairs
 from relax_events.roles.evaluation_judge import EvaluationJudge, choose_judge_reward
 from relax_events.roles.evaluation_metrics import EvaluationResults
 
@@ -216,8 +216,9 @@ class EvaluationPass:
         for sample in samples:
             item, row = self._item(sample), self._at_work[sample.prompt_group_id][1]
             reward = choose_judge_reward(self._judged, self._reward, row.metadata)
-            if sample.finish_reason is FinishReason.ERROR:
-                self._record(sample, RewardError(sample.error))
+            if sample.finish_reason is FinishReason.ERROR or not sample.finish_reason.is_scored:
+                score = get_fixed_score(sample.finish_reason, self._reward)
+                self._record(sample, score or RewardError(sample.error))
             elif reward is not None and self._judge is not None:
                 self._judge.submit(sample, item, reward, row=row)
             else:

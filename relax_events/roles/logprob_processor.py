@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import structlog
 
 from relax_events.config import ModelConfig
 from relax_events.errors import WeightsError
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import FinishReason, Outcome
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.scorer_turns import ScorerTurns
@@ -58,7 +59,7 @@ class LogprobScorer:
                 records += self._ended(members, error)
                 continue
             with self._worker.lifecycle.piece("score a part of a record batch"):
-                scores = self.compute_scores(members)
+                scores = self._compute_scores(members)
             evaluated = [
                 SampleEvaluated(
                     key=sample.key,
@@ -96,9 +97,32 @@ class LogprobScorer:
             for group in groups
         ]
 
+    def _compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
+        """Return the scores of each sample; zeros, without a forward pass, for lost samples, which
+        have no loss token.
+        """
+        kept = [one for one in samples if one.finish_reason is not FinishReason.LOST]
+        scores = iter(self.compute_scores(kept) if kept else ())
+        algorithm = self._worker.config.algorithm
+        has_sets = self._model_role == "teacher" and algorithm.has_topk_loss
+        num_ids = algorithm.num_compared_tokens if has_sets else 0
+        return [
+            _build_empty_scores(sample, num_ids=num_ids)
+            if sample.finish_reason is FinishReason.LOST
+            else next(scores)
+            for sample in samples
+        ]
+
     def compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
         """Return the scores of each sample."""
         return [SampleScores(logprobs) for logprobs in self._scorer.score(samples)]
+
+
+def _build_empty_scores(sample: SampleRolledOut, *, num_ids: int) -> SampleScores:
+    zeros = np.zeros(len(sample.tokens), np.float32)
+    if not num_ids:
+        return SampleScores(zeros)
+    return SampleScores(zeros, np.empty((0, num_ids), np.int32), np.empty((0, num_ids), np.float32))
 
 
 def open_scorer(

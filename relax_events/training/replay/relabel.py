@@ -23,9 +23,6 @@ from relax_events.events.types import SampleReady, SampleScored
 from relax_events.kafka.log_reader import LogReader
 from relax_events.training.batch.assembly import LocatedSample
 
-NOT_SCORED = (FinishReason.LATE, FinishReason.LOST)
-"""Samples that no reward function scores."""
-
 
 def needs_new_advantages(recorded: AlgorithmConfig, algorithm: AlgorithmConfig) -> bool:
     """Return whether this algorithm would compute other advantages than the recorded ones."""
@@ -222,7 +219,7 @@ class AdvantageRelabeller:
         self, sample: SampleReady, rewards: Mapping[TrajectoryKey, RelabelledReward]
     ) -> RelabelledReward:
         reward = rewards.get(get_trajectory_key(sample))
-        if reward is None and sample.finish_reason in NOT_SCORED:
+        if reward is None and not sample.finish_reason.is_scored:
             return RelabelledReward(None)
         if reward is None:
             raise ConfigError(

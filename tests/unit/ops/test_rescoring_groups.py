@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from event_samples import rolled_out, sample_key
 
+from relax_events.config import RewardConfig
+from relax_events.events.parts import FinishReason
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.ops.rescoring import KeptScores, read_completions
 from relax_events.rewards.pool import RewardItem
 from relax_events.rewards.scores import Score
-from relax_events.rewards.trial import Completion
+from relax_events.rewards.scoring import build_reward_item
+from relax_events.rewards.trial import Completion, FunctionScorer
 
 pytestmark = pytest.mark.unit
 A, B = "000000-0000-0", "000000-0001-0"
@@ -29,9 +32,9 @@ class Function:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def score_batch(self, items: Sequence[RewardItem]) -> list[Score]:
-        self.asked += [item.sample_id for item in items]
-        return [Score(1.0, {}) for _ in items]
+    def score_fetched(self, batch: Sequence[Completion]) -> list[Score]:
+        self.asked += [one.item.sample_id for one in batch]
+        return [Score(1.0, {}) for _ in batch]
 
     def fetch(self, completion: Completion) -> Completion:
         return completion
@@ -96,3 +99,24 @@ def test_partly_rescored_prompt_group_writes_only_its_missing_scores() -> None:
     )
     assert asked == [f"{A}/0", f"{A}/1"]
     assert written == [f"{A}/1"]
+
+
+def test_lost_and_late_samples_are_rescored_by_no_function() -> None:
+    asked: list[str] = []
+
+    def score_batch(items: Sequence[RewardItem]) -> list[Score]:
+        asked.extend(item.sample_id for item in items)
+        return [Score(1.0, {}) for _ in items]
+
+    function: Any = FunctionScorer.__new__(FunctionScorer)
+    function._config, function.score_batch = RewardConfig(on_timeout=-1.0), score_batch
+    samples = [
+        rolled_out(A, index, of=3, finish_reason=reason)
+        for index, reason in enumerate((FinishReason.LATE, FinishReason.STOP, FinishReason.LOST))
+    ]
+    batch = [Completion(build_reward_item(sample), sample) for sample in samples]
+    late, finished, lost = function.score_fetched(batch)
+    assert (late, finished, asked) == (Score(-1.0, {}), Score(1.0, {}), [f"{A}/1"])
+    assert str(lost) == f"sample {A}/2 was lost: it has no reward"
+    function._config = RewardConfig(on_timeout="none")
+    assert str(function.score_fetched(batch[:1])[0]) == f"sample {A}/0 was late: it has no reward"

@@ -36,6 +36,7 @@ class Replying:
         self._renderer, self._reply = renderer, reply
         self.requests: list[GenerationRequest] = []
         self.aborted = 0
+        self.reasons: dict[str, FinishReason] = {}
         self.num_tokens = 0
         self._waiting: list[GenerationRequest] = []
 
@@ -65,7 +66,7 @@ class Replying:
             tokens=tokens,
             logprobs=np.zeros(len(tokens), np.float32),
             segments=(VersionSegment(0, len(tokens)),),
-            finish_reason=FinishReason.STOP,
+            finish_reason=self.reasons.get(sample_id, FinishReason.STOP),
         )
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
@@ -103,13 +104,19 @@ def make_judged(make_run_config: Callable[..., RunConfig]) -> Callable[..., RunC
 
 
 def run_pass(
-    config: RunConfig, judge_says: Callable[[str], str], rewards: Computed | None
+    config: RunConfig,
+    judge_says: Callable[[str], str],
+    rewards: Computed | None,
+    reasons: dict[str, FinishReason] | None = None,
 ) -> tuple[Any, Replying]:
-    """Evaluate the rows; return the metrics and the judge's engine."""
+    """Evaluate the rows; return the metrics and the judge's engine.
+
+    Samples in `reasons` end so, all others with a stop."""
     policy = PromptRenderer.from_folder(config.model.path, config.data)
     judge: Any = Replying(load_judge_renderer(config.judge, config.data), judge_says)
     source: Any = SimpleNamespace(num_rows=len(ROWS), row=ROWS.__getitem__)
     engine: Any = Replying(policy, lambda prompt: prompt.split()[-1])
+    engine.reasons = reasons or {}
     pool: Any = rewards
     one = EvaluationPass(
         config.evaluation.datasets[0],
@@ -158,6 +165,22 @@ def test_sources_of_other_functions_are_scored_by_them(
     assert (len(judge.requests), pool.scored) == (4, ["held/1/0", "held/1/1"])
     assert result.reward_mean == pytest.approx((1 + 0.5 + 1) / 3)
     assert result.reward_name == "sums: gsm8k; genrm"
+
+
+@pytest.mark.parametrize(
+    ("on_timeout", "late_rewards", "num_unscored"), [(-1.0, [-1.0], 1), ("none", [], 2)]
+)
+def test_late_completion_is_a_wrong_one_and_a_lost_one_is_unscored(
+    make_judged: Callable[..., RunConfig],
+    on_timeout: Any,
+    late_rewards: list[float],
+    num_unscored: int,
+) -> None:
+    config = make_judged(on_timeout=on_timeout)
+    reasons = {"held/0/0": FinishReason.LATE, "held/1/0": FinishReason.LOST}
+    result, judge = run_pass(config, lambda _: "Score: 4", None, reasons)
+    assert (len(judge.requests), result.num_unscored) == (4, num_unscored)
+    assert result.reward_mean == pytest.approx(np.mean([np.mean([*late_rewards, 1.0]), 1, 1]))
 
 
 def test_evaluation_by_a_judge_needs_one(make_run_config: Callable[..., RunConfig]) -> None:

@@ -5,6 +5,7 @@ a fake, the tokenizer a real one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from relax_events.events.types import SampleScored
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.file_checks import check_judge, check_roles
 from relax_events.rewards.run_judge import load_judge_rewards
+from relax_events.rewards.scores import Score
 from relax_events.roles.judging import open_judge
 from relax_events.telemetry.metrics import WorkerMetrics
 from relax_events.topics import TopicPlan
@@ -442,3 +444,50 @@ def test_judge_of_media_must_read_them(make_run_config: MakeRunConfig) -> None:
         ConfigError, match=r"\[judge.media\] is set, and the model .* reads text only"
     ):
         check_judge(CheckedRun(make_run_config(reward={"function": "genrm"}, judge=judge)))
+
+
+@pytest.mark.parametrize(("on_timeout", "reward"), [(-1.0, -1.0), ("none", None)])
+def test_lost_and_late_samples_are_not_judged(
+    make_stage: Callable[..., Stage], on_timeout: Any, reward: float | None
+) -> None:
+    stage = make_stage(reward={"function": "genrm", "on_timeout": on_timeout})
+    for key, reason in zip(KEYS, (FinishReason.LATE, FinishReason.LOST), strict=False):
+        stage.scorer.submit(key, rolled_out(index=key[2], finish_reason=reason))
+    late, lost = stage.answers()
+    assert (late.reward, late.error, lost.reward, lost.error) == (reward, None, None, None)
+    assert (stage.engine.asked, stage.counted) == ([], ["skipped", "skipped"])
+
+
+@pytest.mark.parametrize(("on_timeout", "reward"), [(-1.0, -1.0), ("none", None)])
+def test_reward_role_calls_no_function_for_lost_and_late_samples(
+    make_run_config: MakeRunConfig, on_timeout: Any, reward: float | None
+) -> None:
+    called: list[str] = []
+    counted: list[str] = []
+
+    def score_batch(items: Any, **_: Any) -> list[Score]:
+        called.extend(item.sample_id for item in items)
+        return [Score(1.0, {}) for _ in items]
+
+    worker: Any = SimpleNamespace(
+        config=make_run_config(reward={"on_timeout": on_timeout}),
+        metrics=SimpleNamespace(count_scored=counted.append),
+        records=SimpleNamespace(build_for_samples=lambda _, events: events),
+        lifecycle=SimpleNamespace(activity=lambda *_, **__: nullcontext()),
+        heartbeat=SimpleNamespace(advance=lambda: None),
+    )
+    pool: Any = SimpleNamespace(
+        score_batch=score_batch, name="f", digest="d", max_response_seconds=1.0
+    )
+    reasons = (FinishReason.LATE, FinishReason.STOP, FinishReason.LOST)
+    samples = [
+        rolled_out(index=index, of=3, finish_reason=reason) for index, reason in enumerate(reasons)
+    ]
+    events: Any = RewardScorer(worker, pool)(samples)
+    assert [(event.reward, event.error) for event in events] == [
+        (reward, None),
+        (1.0, None),
+        (None, None),
+    ]
+    assert called == [samples[1].sample_id]
+    assert counted == ["skipped", "scored", "skipped"]

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from relax_events.config import RunConfig
 from relax_events.config.unset_keys import missing_keys, with_values
 from relax_events.errors import ConfigError, PoisonSample
+from relax_events.events.parts import FinishReason
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.session.defaults import resolve_defaults
 from relax_events.training.backend.protocol import SampleScores
@@ -223,3 +224,31 @@ def test_servers_are_refused_where_tokens_are_sampled_at_another_temperature(
             teacher={"model_path": "teacher", "urls": ["http://one:1"]},
             engine={"sampling": {"temperature": 0.7}},
         )
+
+
+@pytest.mark.parametrize("tokens", ["sampled", "teacher_topk"])
+def test_lost_sample_gets_zeros_without_a_pass_of_the_model(
+    make_run_config: Any, tokens: str
+) -> None:
+    algorithm = {"name": "opd", "distill_tokens": tokens}
+    algorithm |= TOP if tokens == "teacher_topk" else {}
+    config = make_run_config(algorithm=algorithm, teacher={"model_path": "teacher"})
+    prompt = np.array([7, 8], np.int32)
+    lost = event_samples.rolled_out(
+        index=0,
+        tokens=prompt,
+        loss_mask=np.zeros(2, np.uint8),
+        rollout_logprobs=np.zeros(2, np.float32),
+        finish_reason=FinishReason.LOST,
+    )
+    scorer = Scripted()
+    score: Any = TeacherScorer(worker_of(config), {"teacher": scorer})  # type: ignore[dict-item]
+    (_, first), (_, second) = score([lost, event_samples.rolled_out(index=1)])
+    assert (first.key.sample_index, second.key.sample_index) == (0, 1)
+    assert first.values.tolist() == [0.0, 0.0]
+    if tokens == "teacher_topk":
+        assert (first.topk_ids.shape, first.topk_logprobs.shape) == ((0, 2), (0, 2))
+    else:
+        assert first.topk_ids is None
+    scorer.score = scorer.score_topk = None  # type: ignore[assignment, method-assign]
+    assert len(score([lost])) == 1
