@@ -5,7 +5,8 @@ used.
     Confluent       00, the schema's id at the registry in four bytes (big-endian), the body
 
 Writing takes one of the two; reading takes both, always. The ids are on control.schemas together
-with their schemas, so a log can be read without the registry that its writers used.
+with their schemas, so a log can be read without the registry that its writers used. Ids on the log
+win over the registry's: another registry may give the same ids to other schemas.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Protocol
 import fastavro
 from fastavro.schema import SchemaParseException, UnknownType
 
-from relax_events.errors import BrokerError, CorruptRecord, SchemaError
+from relax_events.errors import CorruptRecord, SchemaError
 from relax_events.events.bounded_reads import BoundedReads
 from relax_events.events.conversion import Converter, record_reader, record_writer
 from relax_events.events.foreign_schemas import read_published, require_bounded
@@ -76,8 +77,23 @@ def schema_marker(data: bytes) -> bytes:
     return bytes(data[: HEADER_BYTES if data[:2] == MAGIC else CONFLUENT_HEADER_BYTES])
 
 
+def names_schema(data: bytes | None) -> bool:
+    """Return whether a record begins as one of an event does; other bytes are not of a writer that
+    uses this framing.
+    """
+    if not data or len(data) < CONFLUENT_HEADER_BYTES:
+        return False
+    if data[:2] == MAGIC:
+        return len(data) >= HEADER_BYTES
+    return data[:1] == CONFLUENT_MAGIC and any(data[1:CONFLUENT_HEADER_BYTES])
+
+
 class UnknownFingerprint(SchemaError):
     """The record was written with a schema that this process does not know yet."""
+
+
+class RegistryConflict(SchemaError):
+    """Processes of two schema registries write on one log: an id stands for two schemas."""
 
 
 class SchemaRegistry(Protocol):
@@ -89,6 +105,9 @@ class SchemaRegistry(Protocol):
     def schema(self, schema_id: int) -> str | None:
         """Return the schema of an id as JSON, or None when there is none."""
 
+    def close(self) -> None:
+        """Close the connection; the next request opens another."""
+
 
 class EventCodec:
     """Encodes and decodes events; learns foreign writer schemas, and reads them through its own.
@@ -98,17 +117,18 @@ class EventCodec:
     """
 
     def __init__(self, registry: SchemaRegistry | None = None) -> None:
-        """Make a codec; with a registry every schema of ours is registered now, and records are
-        framed by its ids.
+        """Make a codec; the registry is asked for schemas that the log lacks, and until `frame` no
+        record is written with its ids.
         """
         self._registry = registry
         current = current_schemas()
+        self._headers: dict[type, bytes] = {}
         self._writers: dict[type, tuple[bytes, Schema, Converter]] = {}
         self._readers: dict[str, tuple[Schema, Converter]] = {}
         self._known: dict[bytes, tuple[Schema, Schema | None, Converter]] = {}
         self._fingerprints: dict[int, bytes] = {}
-        self._confirmed: set[int] = set()
-        """Schema ids that the registry itself resolved."""
+        self._off_log: set[int] = set()
+        """Schema ids that the registry alone has named so far."""
         self.schemas: dict[bytes, Schema] = {}
         for cls in RECORD_KINDS:
             schema = next(
@@ -121,20 +141,55 @@ class EventCodec:
                 schema_fingerprint(schema),
                 record_reader(cls),
             )
-            self._writers[cls] = (self._header(schema, fingerprint), parsed, record_writer(cls))
+            self._headers[cls] = MAGIC + fingerprint
+            self._writers[cls] = (fingerprint, parsed, record_writer(cls))
             self._readers[get_full_name(schema)] = (parsed, reader)
             self._known[fingerprint] = (parsed, None, reader)
             self.schemas[fingerprint] = schema
 
-    def _header(self, schema: Schema, fingerprint: bytes) -> bytes:
+    def frame(self) -> None:
+        """Write with schema ids from now on, where there is a registry. Each schema of ours takes
+        its lowest id on the log, or else is registered: learn control.schemas before.
+
+        Raises:
+            BrokerUnavailable: The log lacks the id of a schema, and the registry does not respond.
+            BrokerRefused: Likewise, and the registry requires a login, or another one.
+            SchemaError: The registry has an incompatible schema of a name, or gives a schema an id
+                that another one has on the log.
+        """
         if self._registry is None:
-            return MAGIC + fingerprint
-        schema_id = self._registry.register(
+            return
+        ids: dict[bytes, int] = {}
+        for schema_id in sorted(self._fingerprints.keys() - self._off_log, reverse=True):
+            ids[self._fingerprints[schema_id]] = schema_id
+        try:
+            for cls, (fingerprint, _, _) in self._writers.items():
+                if fingerprint not in ids:
+                    ids[fingerprint] = self._register(self._registry, fingerprint)
+                self._headers[cls] = CONFLUENT_MAGIC + ids[fingerprint].to_bytes(4, "big")
+        finally:
+            self._registry.close()
+
+    def _register(self, registry: SchemaRegistry, fingerprint: bytes) -> int:
+        """Register a schema of ours that has no id on the log, and return its id."""
+        schema = self.schemas[fingerprint]
+        schema_id = registry.register(
             get_full_name(schema), json.dumps(schema, separators=(",", ":"))
         )
+        other = self._fingerprints.get(schema_id, fingerprint)
+        if other != fingerprint and schema_id not in self._off_log:
+            raise RegistryConflict(
+                f"broker.schema_registry gives id {schema_id} to {schema['name']}, control.schemas "
+                f"gives it to {self._get_name(other)}; point broker.schema_registry to the "
+                "registry of this run, or leave it out"
+            )
         self._fingerprints[schema_id] = fingerprint
-        self._confirmed.add(schema_id)
-        return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big")
+        self._off_log.add(schema_id)
+        return schema_id
+
+    def _get_name(self, fingerprint: bytes) -> str:
+        schema = self.schemas.get(fingerprint)
+        return str(schema["name"]) if schema else f"schema {fingerprint.hex()}"
 
     def encode(self, event: Event) -> bytes:
         """Return the bytes of a record; a sample's event becomes one of a single sample.
@@ -145,9 +200,9 @@ class EventCodec:
         """
         if isinstance(event, Sample):
             event = join_one(event)
-        header, schema, to_record = self._writers[type(event)]
+        _, schema, to_record = self._writers[type(event)]
         buffer = io.BytesIO()
-        buffer.write(header)
+        buffer.write(self._headers[type(event)])
         try:
             fastavro.schemaless_writer(buffer, schema, to_record(event))
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -215,8 +270,8 @@ class EventCodec:
             raise UnknownFingerprint(
                 f"{what}, which is neither on control.schemas nor at broker.schema_registry"
             )
-        self._fingerprints[schema_id] = self.learn(schema_json)
-        self._confirmed.add(schema_id)
+        self._fingerprints[schema_id] = self._accept(_published(schema_json))
+        self._off_log.add(schema_id)
 
     def learn(self, schema_json: bytes | str, *, key: str | None = None) -> bytes:
         """Accept a foreign writer schema and return its fingerprint; a schema for no event of ours
@@ -227,48 +282,50 @@ class EventCodec:
             key: Of its record on control.schemas, which must name its fingerprint.
         Raises:
             SchemaError: It is not an Avro schema, records of it could cost more than their bytes,
-                it stands under another one's key, or it claims the registry id of another schema.
-                Whose id it is the registry says, where there is one; else the first that claimed it
-                keeps it.
+                it stands under another one's key, or it claims the registry id of another schema:
+                the first that claims an id on the log keeps it.
+            RegistryConflict: It claims an id that this codec writes with for another schema, and
+                that no record of the log had claimed.
         """
         published = _published(schema_json)
-        fingerprint, name = published.fingerprint, published.name
+        fingerprint = published.fingerprint
         if key is not None and key != fingerprint.hex():
             raise SchemaError(
                 f"published schema has fingerprint {fingerprint.hex()}, and stands under the "
                 f"key {key[:80]!r}"
             )
-        if fingerprint not in self._known and name in self._readers:
-            reader, from_record = self._readers[name]
-            self._known[fingerprint] = (published.parsed, reader, from_record)
-            self.schemas[fingerprint] = published.schema
+        self._accept(published)
         for schema_id in published.registry_ids:
             self._claim(schema_id, fingerprint)
         return fingerprint
 
+    def _accept(self, published: _Published) -> bytes:
+        """Read records of a writer schema from now on, and return its fingerprint."""
+        if published.fingerprint not in self._known and published.name in self._readers:
+            reader, from_record = self._readers[published.name]
+            self._known[published.fingerprint] = (published.parsed, reader, from_record)
+            self.schemas[published.fingerprint] = published.schema
+        return published.fingerprint
+
     def _claim(self, schema_id: int, fingerprint: bytes) -> None:
-        """Record the schema of an id, as claimed by its writer."""
-        other = self._fingerprints.setdefault(schema_id, fingerprint)
-        if other != fingerprint and schema_id not in self._confirmed:
-            other = self._confirm(schema_id, other)
-        if other != fingerprint:
+        """Record the schema of an id, as claimed by its writer on the log."""
+        other = self._fingerprints.get(schema_id, fingerprint)
+        if other != fingerprint and schema_id not in self._off_log:
             raise SchemaError(
                 f"registry id {schema_id} stands for schema {other.hex()} and for "
                 f"{fingerprint.hex()}; a run keeps to one schema registry"
             )
+        if other != fingerprint and self._is_written_with(schema_id):
+            raise RegistryConflict(
+                f"registry id {schema_id} stands for {self._get_name(other)} here, and for "
+                f"{self._get_name(fingerprint)} on control.schemas: processes of two schema "
+                "registries write on this log; start all with one broker.schema_registry"
+            )
+        self._fingerprints[schema_id] = fingerprint
+        self._off_log.discard(schema_id)
 
-    def _confirm(self, schema_id: int, fingerprint: bytes) -> bytes:
-        """Return the fingerprint of an id's schema in the registry; the given fingerprint without a
-        registry, or when it does not answer.
-        """
-        try:
-            schema_json = None if self._registry is None else self._registry.schema(schema_id)
-        except (BrokerError, SchemaError):
-            return fingerprint
-        if schema_json is not None:
-            self._fingerprints[schema_id] = fingerprint = self.learn(schema_json)
-            self._confirmed.add(schema_id)
-        return fingerprint
+    def _is_written_with(self, schema_id: int) -> bool:
+        return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big") in self._headers.values()
 
     def published_form(self) -> dict[bytes, bytes]:
         """Return what belongs on control.schemas: schema JSON by fingerprint, with its ids at the

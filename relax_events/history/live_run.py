@@ -53,6 +53,7 @@ class RunFollower(AbstractContextManager["RunFollower"]):
             self.connection, TopicPlan.from_config(self.config), self._codec, also=RUN_STATE_TOPICS
         )
         self._follower.start(self._apply)
+        self._codec.frame()
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ from typing import Any
 from confluent_kafka import KafkaError
 
 from relax_events.config.addresses import list_addresses, split_address
-from relax_events.errors import AccessDenied, BrokerError
+from relax_events.errors import AccessDenied, RelaxError
 
 PROBE_SECONDS = 3.0
 USER_REMEDY = (
@@ -52,7 +52,7 @@ class AuthFailureTracker:
         self._lock = threading.Lock()
         self._latest: KafkaError | None = None
         self._since = 0.0
-        self._fatal: BrokerError | None = None
+        self._fatal: RelaxError | None = None
 
     def record(self, error: KafkaError) -> None:
         """Record a background error of a client."""
@@ -69,7 +69,7 @@ class AuthFailureTracker:
         with self._lock:
             self._latest = None
 
-    def report_fatal(self, error: BrokerError) -> None:
+    def report_fatal(self, error: RelaxError) -> None:
         """Store the error that ended a background thread."""
         self._fatal = error
 
@@ -80,6 +80,7 @@ class AuthFailureTracker:
             AccessDenied: The thread lacks a permission.
             BrokerRefused: The share group is full.
             ClientFailed: The thread's client stopped working.
+            SchemaError: Processes of two schema registries write on one log.
         """
         if self._fatal is not None:
             raise self._fatal

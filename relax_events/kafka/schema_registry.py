@@ -39,22 +39,10 @@ FIRST_SERVER_ERROR = 500
 
 
 def open_codec(config: BrokerConfig) -> EventCodec:
-    """Return the event codec of a run; it frames events with registry ids if the run has a schema
-    registry.
-
-    Raises:
-        BrokerUnavailable: The registry does not respond.
-        BrokerRefused: The registry requires a login, or another one.
-        SchemaError: The registry has an incompatible schema of the same record.
-        EnvironmentProblem: The registry client's libraries are not installed.
+    """Return the event codec of a run, without a request: it frames events with registry ids from
+    `EventCodec.frame` on, if the run has a schema registry.
     """
-    if not config.schema_registry:
-        return EventCodec()
-    registry = RegistryClient.from_config(config)
-    try:
-        return EventCodec(registry)
-    finally:
-        registry.close()
+    return EventCodec(RegistryClient.from_config(config) if config.schema_registry else None)
 
 
 class RegistryClient:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 import structlog
 
@@ -22,6 +23,7 @@ from relax_events.model_folder.tensors import read_layouts
 from relax_events.models.base_digest import compute_base_digest
 from relax_events.objects import ObjectStore
 from relax_events.ops.dependent_runs import describe_dependent_runs
+from relax_events.ops.schemas import find_other_ids
 from relax_events.ops.topic_apply import plan_changes
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.session.broker_address import open_admin
@@ -62,11 +64,24 @@ def check_broker(run: CheckedRun) -> str:
 
 
 def check_registry(run: CheckedRun) -> str:
-    """Check that the schema registry answers, where the run has one."""
+    """Check that the schema registry answers, where the run has one, and that it has the run's
+    schemas under the ids on the log, which other clients look up there.
+    """
     broker = run.config.broker
     if not broker.schema_registry:
         return "none: records carry their schema's fingerprint"
-    num_subjects = RegistryClient.from_config(broker).count_subjects()
+    registry = RegistryClient.from_config(broker)
+    num_subjects, others = registry.count_subjects(), list[int]()
+    if not run.has_stopped_broker:
+        with closing(open_admin(run.operator_config, name="doctor")) as admin:
+            others = find_other_ids(run.operator_config, admin, registry)
+    if others:
+        raise CheckFailed(
+            f"{broker.schema_registry} has other schemas, or none, under {len(others)} id(s) of "
+            f"this run's log, the first is {others[0]}: Confluent's clients that use it misread "
+            "the run, the run itself goes on by the ids on its log; point broker.schema_registry "
+            "to the registry that the run began with"
+        )
     return f"{broker.schema_registry} answers; it holds {num_subjects} subject(s)"
 
 

@@ -139,6 +139,7 @@ class RunSession:
             offer_pages(self._config, resolved, display, stack=stack)
             supervisor = Supervisor(self._config, resolved, starter)
             follower = self._follow(stack)
+            self._codec.frame()
             require_fitting_model(self._config, follower.latest)
             self._events = stack.enter_context(
                 closing(SessionEvents.open(self._config, self._codec))

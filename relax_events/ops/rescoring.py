@@ -211,6 +211,9 @@ def open_kept_scores(log: RunLog, function: FunctionScorer, name: str) -> Iterat
     with closing(RecordProducer(log.connection)) as producer:
         create_topic(log, name)
         codec = open_codec(log.config.broker)
+        for schema in log.codec.published_form().values():
+            codec.learn(schema)
+        codec.frame()
         producer.write(
             ProducerRecord(log.plan.topic(SCHEMAS), schema, key=fingerprint.hex())
             for fingerprint, schema in codec.published_form().items()

@@ -14,7 +14,7 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.errors import CheckFailed, ConfigError, SchemaError
-from relax_events.events.codec import REGISTRY_IDS, EventCodec, read_registry_ids
+from relax_events.events.codec import REGISTRY_IDS, EventCodec, SchemaRegistry, read_registry_ids
 from relax_events.events.compatibility import Incompatibility, compare, incompatibilities
 from relax_events.events.schemas import (
     Release,
@@ -94,7 +94,7 @@ def read_published_schemas(config: RunConfig) -> Iterator[tuple[str, Schema]]:
     with closing(open_admin(config, name="schemas")) as admin:
         require_run(config, admin.topics(topic))
     schemas: dict[str, Schema] = {}
-    for fingerprint, text in _read_records(config, topic):
+    for fingerprint, text in _read_records(config, topic, EventCodec()):
         schema = {key: part for key, part in json.loads(text).items() if key != REGISTRY_IDS}
         schemas.setdefault(fingerprint, schema)
     yield from schemas.items()
@@ -109,13 +109,14 @@ def find_missing_schemas(config: RunConfig, admin: Admin) -> dict[bytes, bytes]:
         admin: Of its broker.
     """
     topic = TopicPlan.from_config(config).topic(SCHEMAS)
-    ids: dict[str, set[int]] = {}
+    codec, ids = open_codec(config.broker), dict[str, set[int]]()
     if topic in admin.topics(topic):
-        for fingerprint, text in _read_records(config, topic):
+        for fingerprint, text in _read_records(config, topic, codec):
             ids.setdefault(fingerprint, set()).update(read_registry_ids(text))
+    codec.frame()
     return {
         fingerprint: schema
-        for fingerprint, schema in open_codec(config.broker).published_form().items()
+        for fingerprint, schema in codec.published_form().items()
         if fingerprint.hex() not in ids
         or not ids[fingerprint.hex()].issuperset(read_registry_ids(schema))
     }
@@ -134,9 +135,40 @@ def publish_schemas(config: RunConfig, admin: Admin) -> int:
     return len(missing)
 
 
-def _read_records(config: RunConfig, topic: str) -> Iterator[tuple[str, bytes]]:
-    """Read the published schemas with their fingerprints; invalid ones are logged and left out."""
-    codec = EventCodec()
+def find_other_ids(config: RunConfig, admin: Admin, registry: SchemaRegistry) -> list[int]:
+    """Return the schema ids on the log of a run under which a registry has another schema, or none;
+    no ids where the run has no topics.
+
+    Raises:
+        BrokerError: Log or registry can't be read.
+    """
+    topic = TopicPlan.from_config(config).topic(SCHEMAS)
+    if topic not in admin.topics(topic):
+        return []
+    owners: dict[int, str] = {}
+    for fingerprint, text in _read_records(config, topic, EventCodec()):
+        for schema_id in read_registry_ids(text):
+            owners.setdefault(schema_id, fingerprint)
+    return [
+        schema_id
+        for schema_id, fingerprint in sorted(owners.items())
+        if _read_fingerprint(registry, schema_id) != fingerprint
+    ]
+
+
+def _read_fingerprint(registry: SchemaRegistry, schema_id: int) -> str:
+    """Return the fingerprint of a registry's schema; empty for none, and for another kind."""
+    try:
+        text = registry.schema(schema_id)
+        return EventCodec().learn(text).hex() if text else ""
+    except SchemaError:
+        return ""
+
+
+def _read_records(config: RunConfig, topic: str, codec: EventCodec) -> Iterator[tuple[str, bytes]]:
+    """Read the published schemas with their fingerprints, and let a codec learn them; invalid ones
+    are logged and left out.
+    """
     with closing(LogReader(_connect(config))) as reader:
         for record in reader.read_to_end([(topic, 0)]):
             if not record.value:

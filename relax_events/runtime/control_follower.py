@@ -16,10 +16,16 @@ from relax_events.errors import (
     BrokerError,
     ClientFailed,
     CorruptRecord,
+    ForeignRecord,
     RelaxError,
     SchemaError,
 )
-from relax_events.events.codec import EventCodec, read_registry_ids
+from relax_events.events.codec import (
+    EventCodec,
+    RegistryConflict,
+    names_schema,
+    read_registry_ids,
+)
 from relax_events.events.parts import Command
 from relax_events.events.types import (
     BroadcastMembership,
@@ -106,6 +112,8 @@ class ControlFollower:
             num_versions: Minimum number of newest versions to read; at least the window's.
             wait: How long the broker holds a fetch. A follower's first records may come so much
                 later, since a topic found late waits for the first fetch.
+        Raises:
+            SchemaError: The log holds versions, and none of them can be read.
         """
         self._codec, self._plan = codec, plan
         self._wait = wait
@@ -119,6 +127,8 @@ class ControlFollower:
         self._positions: dict[tuple[str, int], int] = {}
         self._starts: dict[tuple[str, int], int] = {}
         self._published: dict[str, set[int]] = {}
+        self._rejected: dict[str, tuple[str, RelaxError]] = {}
+        """The first rejected event of each topic, and where it is."""
         self.latest: PolicyVersionPublished | None = None
         self.broadcast_membership: BroadcastMembership | None = None
         self._received_at = time.monotonic()
@@ -132,6 +142,7 @@ class ControlFollower:
             if (event := self._take(record)) is not None
         ]
         published = self._read_versions(max(num_versions, plan.num_slots + 1))
+        self._require_history()
         self._start_offsets = find_start_offsets(published, plan)
         self.cluster_id = self._reader.cluster_id(self._schemas_topic)
         self.history: list[Event] = [*published, *drop_superseded(commands)]
@@ -282,6 +293,7 @@ class ControlFollower:
         Raises:
             AccessDenied: The role may not read the control topics.
             ClientFailed: The client, or a listener, failed permanently.
+            RegistryConflict: Processes of two schema registries write on this log.
         """
         self._connection.auth_failures.raise_fatal()
 
@@ -370,16 +382,37 @@ class ControlFollower:
             event = self._codec.decode(record.value)
         # an unknown schema, or an unreachable schema registry
         except (CorruptRecord, SchemaError, BrokerError) as error:
-            log.error("control_record.rejected", location=record.location, error=str(error))
+            self._reject(record, error)
             return None
         if belongs_on(entity := self._plan.parse_entity(record.topic), event):
             return event
-        log.error(
-            "control_record.rejected",
-            location=record.location,
-            error=f"a {type(event).__name__} is not allowed on {entity}",
-        )
+        self._reject(record, ForeignRecord(f"a {type(event).__name__} is not allowed on {entity}"))
         return None
+
+    def _reject(self, record: Record, error: RelaxError) -> None:
+        log.error("control_record.rejected", location=record.location, error=str(error))
+        if names_schema(record.value):
+            self._rejected.setdefault(record.topic, (record.location, error))
+
+    def _require_history(self) -> None:
+        """Require that no version is on the log, where none could be read.
+
+        Raises:
+            BrokerError: A version's schema is not on the log, and the schema registry does not
+                respond.
+            SchemaError: The topic of the versions holds events that this process can't read.
+        """
+        rejected = self._rejected.get(self._plan.topic(POLICY_VERSIONS))
+        if self.latest is not None or rejected is None:
+            return
+        location, error = rejected
+        if isinstance(error, BrokerError):
+            raise error
+        raise SchemaError(
+            f"{location} can't be read ({error}): the run has a history, and no policy version of "
+            "it is readable here; use the release that wrote it, and the control.schemas of this "
+            "run, or give the run another run.id"
+        ) from error
 
     def has_schema(self, fingerprint: bytes, schema: bytes) -> bool:
         """Return whether a schema is on control.schemas, with its ids at the registry."""
@@ -392,6 +425,8 @@ class ControlFollower:
                 self._codec.learn(record.value, key=record.key)
             except SchemaError as error:
                 log.error("control_record.rejected", location=record.location, error=str(error))
+                if isinstance(error, RegistryConflict):
+                    self._connection.auth_failures.report_fatal(error)
             else:
                 ids = self._published.setdefault(record.key, set())
                 ids.update(read_registry_ids(record.value))

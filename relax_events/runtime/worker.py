@@ -98,6 +98,7 @@ class Worker(AbstractContextManager["Worker"]):
         self.control = self._read_control_log(
             codec, follow=follow, num_versions=num_versions, wait=control_wait
         )
+        codec.frame()
         self.records = RecordIO(
             role,
             self.worker_id,

@@ -17,7 +17,7 @@ from schema_changes import ALLOWED, FORBIDDEN, changed
 
 from relax_events.config import BrokerConfig
 from relax_events.errors import BrokerRefused, SchemaError
-from relax_events.events.codec import UnknownFingerprint
+from relax_events.events.codec import EventCodec, UnknownFingerprint
 from relax_events.events.schemas import current_release, schema_directory
 from relax_events.kafka.schema_registry import RegistryClient, open_codec
 
@@ -33,6 +33,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerConfig]:
         yield BrokerConfig(schema_registry=url, request_timeout_seconds=20.0)
 
 
+def framed_codec(config: BrokerConfig) -> EventCodec:
+    """Return the codec of a process that found an empty log."""
+    codec = open_codec(config)
+    codec.frame()
+    return codec
+
+
 @pytest.fixture
 def client(config: BrokerConfig) -> Iterator[SchemaRegistryClient]:
     with SchemaRegistryClient({"url": config.schema_registry}) as opened:
@@ -42,7 +49,7 @@ def client(config: BrokerConfig) -> Iterator[SchemaRegistryClient]:
 def test_every_event_has_one_schema_id_and_round_trips(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
-    first, second = open_codec(config), open_codec(config)
+    first, second = framed_codec(config), framed_codec(config)
     assert set(client.get_subjects()) == set(SCHEMAS)
     assert first.encode(ended()) == second.encode(ended())
     assert second.decode(first.encode(ended())) == ended()
@@ -53,7 +60,7 @@ def test_every_event_has_one_schema_id_and_round_trips(
 def test_confluent_serializer_and_codec_read_each_others_records(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
-    codec = open_codec(config)
+    codec = framed_codec(config)
     read = AvroDeserializer(client)(codec.encode(ended()), CONTEXT)
     serialize = AvroSerializer(
         client,
@@ -66,23 +73,23 @@ def test_confluent_serializer_and_codec_read_each_others_records(
 def test_compatible_schema_gets_a_new_id_and_both_versions_are_readable(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
-    open_codec(config)
+    framed_codec(config)
     client.set_compatibility(NAME, "FULL_TRANSITIVE")
     newer = changed(ALLOWED["field with a default added"]).schemas[NAME]
     serialize = AvroSerializer(
         client, json.dumps(newer), conf={"subject.name.strategy": record_subject_name_strategy}
     )
-    read = AvroDeserializer(client)(open_codec(config).encode(ended()), CONTEXT)
+    read = AvroDeserializer(client)(framed_codec(config).encode(ended()), CONTEXT)
     before = client.get_versions(NAME)
     data = serialize({**read, "judge": "x"}, CONTEXT)
     assert client.get_versions(NAME) == [*before, before[-1] + 1]
-    assert open_codec(config).decode(data) == ended()
+    assert framed_codec(config).decode(data) == ended()
 
 
 def test_incompatible_schema_is_a_schema_error(
     config: BrokerConfig, client: SchemaRegistryClient
 ) -> None:
-    open_codec(config)
+    framed_codec(config)
     client.set_compatibility(NAME, "FULL_TRANSITIVE")
     edit, *_ = FORBIDDEN["field added without a default"]
     registry = RegistryClient.from_config(config)
@@ -98,9 +105,9 @@ def test_unknown_schema_id_and_wrong_registry_address_raise_distinct_errors(
     with pytest.raises(
         UnknownFingerprint, match=r"schema id 99999 .* is neither on control\.schemas nor"
     ):
-        open_codec(config).decode(b"\0" + (99_999).to_bytes(4, "big") + b"body")
+        framed_codec(config).decode(b"\0" + (99_999).to_bytes(4, "big") + b"body")
     with pytest.raises(BrokerRefused, match="Confluent's interface"):
-        open_codec(
+        framed_codec(
             BrokerConfig(
                 schema_registry=config.schema_registry.removesuffix("/ccompat/v7"),
                 request_timeout_seconds=20.0,

@@ -4,6 +4,7 @@ and how each worker reacts.
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from relax_events.errors import (
     ConfigError,
     CorruptRecord,
     PoisonSample,
+    SchemaError,
 )
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Command, Outcome, StoredArray, WorkerState
@@ -298,6 +300,73 @@ def test_follower_continues_after_a_corrupt_control_record(
     publish("control.policy-versions", published(0))
     follower = ControlFollower(connection, plan, EventCodec())
     assert follower.policy_version == 0
+    follower.close()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"\xc3\x01" + bytes(8) + b"of another release", b"\0\0\0\0\x63body", CODEC.encode(ended())],
+    ids=["unknown fingerprint", "unknown id", "read as another event"],
+)
+def test_history_that_can_not_be_read_is_not_taken_for_no_history(
+    connection: Connection,
+    producer: RecordProducer,
+    plan: TopicPlan,
+    publish: Callable[[str, Event], None],
+    value: bytes,
+) -> None:
+    """A trainer that saw no version would begin again at version 0, on the log of a run."""
+    topic = plan.topic("control.policy-versions")
+    producer.write([ProducerRecord(topic, value, key="x")])
+    with pytest.raises(
+        SchemaError, match=r"policy-versions\[0\]@0 can't be read \(.*: the run has a history"
+    ):
+        ControlFollower(connection, plan, EventCodec())
+    publish("control.policy-versions", published(3))
+    follower = ControlFollower(connection, plan, EventCodec())
+    assert follower.policy_version == 3
+    follower.close()
+
+
+class NumberingRegistry:
+    """A registry that gives the next number to each schema."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def register(self, name: str, schema_json: str) -> int:
+        """Return the next number."""
+        self.names.append(name)
+        return len(self.names)
+
+    def schema(self, schema_id: int) -> str | None:
+        """Return nothing: it is asked for no id here."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def test_worker_whose_ids_another_one_claims_on_the_log_ends_with_the_reason(
+    connection: Connection, producer: RecordProducer, plan: TopicPlan
+) -> None:
+    """Workers of two registries began on an empty log together; this one's ids came second."""
+    codec = EventCodec(NumberingRegistry())
+    follower = ControlFollower(connection, plan, codec)
+    codec.frame()
+    follower.start()
+    theirs = next(schema for schema in codec.schemas.values() if schema["name"] == "RunCommanded")
+    schema_ids = json.loads(
+        next(text for text in codec.published_form().values() if b'"PromptGroupEnded"' in text)
+    )["registry_schema_ids"]
+    text = json.dumps(theirs | {"registry_schema_ids": schema_ids})
+    fingerprint = EventCodec().learn(text)
+    producer.write(
+        [ProducerRecord(plan.topic("control.schemas"), text.encode(), key=fingerprint.hex())]
+    )
+
+    turn_until(lambda: connection.auth_failures._fatal is not None)
+    with pytest.raises(SchemaError, match="processes of two schema registries write on this log"):
+        follower.check()
     follower.close()
 
 

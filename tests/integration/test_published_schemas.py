@@ -8,15 +8,16 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from registry_server import serve_registry
+from registry_server import FIRST_ID, serve_registry
 from schema_changes import FORBIDDEN, changed
 
 from relax_events.config import RunConfig
-from relax_events.errors import BrokerUnavailable, ConfigError
+from relax_events.errors import BrokerUnavailable, CheckFailed, ConfigError
 from relax_events.events.codec import EventCodec
 from relax_events.events.schemas import schema_directory, schema_fingerprint
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
+from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.broker_checks import check_registry
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.ops.schemas import check_run
@@ -108,6 +109,25 @@ def test_doctor_asks_the_registry(config: RunConfig, with_registry: RunConfig) -
         check_registry(CheckedRun(with_registry))
         == f"{with_registry.broker.schema_registry} answers; it holds 0 subject(s)"
     )
+
+
+def test_doctor_names_ids_under_which_the_registry_has_other_schemas(
+    with_registry: RunConfig, publish: Callable[[str, bytes | None], None]
+) -> None:
+    codec = open_codec(with_registry.broker)
+    codec.frame()
+    for fingerprint, schema in codec.published_form().items():
+        publish(fingerprint.hex(), schema)
+    assert "answers" in check_registry(CheckedRun(with_registry))
+    with serve_registry() as replaced:
+        foreign = {"schema": '{"type": "record", "name": "Foreign", "fields": []}'}
+        replaced.answer("POST", "/subjects/foreign/versions", foreign)
+        other = with_registry.broker.model_copy(update={"schema_registry": replaced.url})
+        with pytest.raises(
+            CheckFailed,
+            match=rf"under {len(codec.schemas)} id\(s\) of this run's log, the first is {FIRST_ID}:",
+        ):
+            check_registry(CheckedRun(with_registry.model_copy(update={"broker": other})))
 
 
 def test_doctor_reports_an_unavailable_registry(with_registry: RunConfig) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,12 @@ from relax_events.errors import (
     CorruptRecord,
     SchemaError,
 )
-from relax_events.events.codec import CONFLUENT_HEADER_BYTES, EventCodec, UnknownFingerprint
+from relax_events.events.codec import (
+    CONFLUENT_HEADER_BYTES,
+    EventCodec,
+    RegistryConflict,
+    UnknownFingerprint,
+)
 from relax_events.events.schemas import current_release, schema_directory
 from relax_events.kafka.schema_registry import RegistryClient, open_codec, read_registry_login
 from relax_events.secret_handling import redact
@@ -46,12 +51,21 @@ def config_of(registry: Registry, **more: Any) -> BrokerConfig:
     return BrokerConfig(schema_registry=registry.url, request_timeout_seconds=3.0, **more)
 
 
+def framed_codec(registry: Registry, log: Iterable[bytes | str] = ()) -> EventCodec:
+    """Return the codec of a process that has read these records of control.schemas."""
+    codec = open_codec(config_of(registry))
+    for schema in log:
+        codec.learn(schema)
+    codec.frame()
+    return codec
+
+
 def as_plain(event: Any) -> dict[str, Any]:
     return {**dataclasses.asdict(event), "outcome": event.outcome.value}
 
 
 def test_every_event_is_registered_once_under_its_record_name(registry: Registry) -> None:
-    codec = open_codec(config_of(registry))
+    codec = framed_codec(registry)
     assert set(registry.subjects) == set(SCHEMAS)
     registered = {
         name: json.loads(registry.schemas[ids[0] - FIRST_ID])
@@ -62,19 +76,19 @@ def test_every_event_is_registered_once_under_its_record_name(registry: Registry
     for _ in range(3):
         codec.decode(codec.encode(ended()))
     assert sum(registry.calls.values()) == before == len(SCHEMAS)
-    open_codec(config_of(registry))
+    framed_codec(registry)
     assert [len(ids) for ids in registry.subjects.values()] == [1] * len(SCHEMAS)
 
 
 def test_record_starts_with_a_zero_byte_and_the_schema_id(registry: Registry) -> None:
-    framed, single = open_codec(config_of(registry)).encode(ended()), EventCodec().encode(ended())
+    framed, single = framed_codec(registry).encode(ended()), EventCodec().encode(ended())
     assert framed[:5] == b"\0" + registry.subjects[NAME][0].to_bytes(4, "big")
     assert framed[5:] == single[10:]
 
 
 def test_confluent_deserializer_reads_records_of_the_codec(registry: Registry) -> None:
     with SchemaRegistryClient({"url": registry.url}) as client:
-        read = AvroDeserializer(client)(open_codec(config_of(registry)).encode(ended()), CONTEXT)
+        read = AvroDeserializer(client)(framed_codec(registry).encode(ended()), CONTEXT)
     ended_at = read.pop("ended_at")
     assert round(ended_at.timestamp() * 1_000_000) == ended().ended_at
     assert read == {name: value for name, value in as_plain(ended()).items() if name != "ended_at"}
@@ -91,7 +105,7 @@ def test_codec_reads_records_of_the_confluent_serializer(registry: Registry) -> 
             client, json.dumps(schema), conf={"subject.name.strategy": record_subject_name_strategy}
         )
         data = serializer({**as_plain(ended()), "judge": "x"}, CONTEXT)
-    codec = open_codec(config_of(registry))
+    codec = framed_codec(registry)
     asked = registry.calls.copy()
     assert data is not None
     assert [codec.decode(data), codec.decode(data)] == [ended(), ended()]
@@ -101,7 +115,7 @@ def test_codec_reads_records_of_the_confluent_serializer(registry: Registry) -> 
 
 def test_both_record_framings_are_readable_with_and_without_registry(registry: Registry) -> None:
     """The ids are on control.schemas, so a reader of the log does not need the registry."""
-    framed, plain = open_codec(config_of(registry)), EventCodec()
+    framed, plain = framed_codec(registry), EventCodec()
     for schema in framed.published_form().values():
         plain.learn(schema)
     for codec in (framed, plain):
@@ -116,23 +130,91 @@ def test_both_record_framings_are_readable_with_and_without_registry(registry: R
     assert registry.calls.total() == before
 
 
-def test_registry_resolves_a_schema_id_that_a_forged_schema_claimed_first(
+def test_ids_on_the_log_win_over_a_replaced_registry(registry: Registry) -> None:
+    """Another registry gives the same ids to other schemas: three foreign subjects came first."""
+    first = framed_codec(registry)
+    log, data = list(first.published_form().values()), first.encode(ended())
+    with serve_registry() as replaced:
+        client = RegistryClient(replaced.url, timeout_seconds=5.0)
+        for number in range(3):
+            foreign = {"type": "record", "name": f"Foreign{number}", "fields": []}
+            client.register(f"foreign-{number}", json.dumps(foreign))
+        client.close()
+        replaced.calls.clear()
+        codec = framed_codec(replaced, log)
+        assert codec.decode(data) == ended()
+        assert codec.encode(ended()) == data
+        assert replaced.calls.total() == 0
+
+
+def test_process_starts_from_the_ids_on_the_log_while_the_registry_is_away(
     registry: Registry,
 ) -> None:
-    valid, forged = dict(SCHEMAS[NAME]), dict(SCHEMAS["relax.events.sample.SamplesScored"])
-    valid["fields"] = [
-        *valid["fields"],
-        {"name": "judge", "type": "string", "doc": "New.", "default": ""},
+    first = framed_codec(registry)
+    registry.broken = True
+    codec = framed_codec(registry, first.published_form().values())
+    assert codec.encode(ended()) == first.encode(ended())
+    with pytest.raises(BrokerUnavailable, match=r"registering .*: HTTP 500"):
+        framed_codec(registry)
+
+
+def test_registry_that_gives_an_id_of_the_log_to_another_schema_is_refused(
+    registry: Registry,
+) -> None:
+    """A new release has a schema that the log lacks, and the registry is another one."""
+    first = framed_codec(registry)
+    missing = min(registry.subjects, key=lambda name: registry.subjects[name])
+    log = [
+        schema
+        for schema in first.published_form().values()
+        if json.loads(schema)["name"] != missing.rpartition(".")[2]
     ]
+    with serve_registry() as replaced:
+        client = RegistryClient(replaced.url, timeout_seconds=5.0)
+        client.register("foreign", json.dumps({"type": "record", "name": "F", "fields": []}))
+        client.close()
+        with pytest.raises(
+            SchemaError,
+            match=rf"gives id {FIRST_ID + 1} to {missing.rpartition('.')[2]}, control\.schemas "
+            r"gives it to \w+; point broker\.schema_registry to the registry of this run",
+        ):
+            framed_codec(replaced, log)
+
+
+def test_first_claim_of_an_id_on_the_log_wins_also_over_the_registry(registry: Registry) -> None:
+    """Only the operator may write control.schemas on a secured broker."""
+    codec, scored = framed_codec(registry), SCHEMAS["relax.events.sample.SamplesScored"]
     client = RegistryClient(registry.url, timeout_seconds=5.0)
-    schema_id = client.register("of.others", json.dumps(valid))
-    codec = open_codec(config_of(registry))
-    codec.learn(json.dumps(forged | {"registry_schema_ids": [schema_id]}))
-    codec.learn(json.dumps(valid | {"registry_schema_ids": [schema_id]}))
-    assert codec.event_name(b"\0" + schema_id.to_bytes(4, "big") + b"body") == "PromptGroupEnded"
-    with pytest.raises(SchemaError, match="stands for schema"):
-        codec.learn(json.dumps(forged | {"registry_schema_ids": [schema_id]}))
+    changed = dict(SCHEMAS[NAME])
+    changed["fields"] = [*changed["fields"], {"name": "judge", "type": "string", "default": ""}]
+    schema_id = client.register("of.others", json.dumps(changed))
     client.close()
+    data = b"\0" + schema_id.to_bytes(4, "big") + b"body"
+    with pytest.raises(CorruptRecord):
+        codec.decode(data)  # the registry resolves an id that the log lacks
+    assert codec.event_name(data) == "PromptGroupEnded"
+    codec.learn(json.dumps(scored | {"registry_schema_ids": [schema_id]}))
+    assert codec.event_name(data) == "SamplesScored"
+    with pytest.raises(SchemaError, match="stands for schema"):
+        codec.learn(json.dumps(changed | {"registry_schema_ids": [schema_id]}))
+
+
+def test_claim_of_another_process_on_an_id_that_this_one_writes_with_is_a_conflict(
+    registry: Registry,
+) -> None:
+    """Two processes of two registries start on an empty log at the same time."""
+    codec = framed_codec(registry)
+    theirs = SCHEMAS["relax.events.sample.SamplesScored"] | {
+        "registry_schema_ids": registry.subjects[NAME]
+    }
+    with pytest.raises(RegistryConflict, match="of two schema registries"):
+        codec.learn(json.dumps(theirs))
+    first = framed_codec(registry)
+    for schema in first.published_form().values():
+        first.learn(schema)
+    with pytest.raises(SchemaError, match="a run keeps to one schema registry") as later:
+        first.learn(json.dumps(theirs))
+    assert not isinstance(later.value, RegistryConflict), "the log has its own claim before"
 
 
 def test_schema_with_two_ids_is_published_with_both() -> None:
@@ -179,7 +261,7 @@ def test_bytes_that_only_begin_like_a_framed_record_are_corrupt(
 
 
 def test_cut_off_framed_record_is_corrupt(registry: Registry) -> None:
-    codec = open_codec(config_of(registry))
+    codec = framed_codec(registry)
     encoded = codec.encode(rolled_out())
     for end in (CONFLUENT_HEADER_BYTES, len(encoded) // 2, len(encoded) - 1):
         with pytest.raises(CorruptRecord):
@@ -193,7 +275,7 @@ def test_incompatible_schema_at_the_registry_is_a_schema_error(registry: Registr
         SchemaError,
         match=rf"registering {NAME}: HTTP 409, .* incompatible.*; `relax schemas --check`",
     ) as caught:
-        open_codec(config_of(registry))
+        framed_codec(registry)
     assert caught.value.exit_code == 5
 
 
@@ -208,12 +290,12 @@ def test_registry_that_does_not_answer_is_unavailable() -> None:
                 BrokerConfig(
                     schema_registry=f"http://127.0.0.1:{port}", request_timeout_seconds=0.6
                 )
-            )
+            ).frame()
     assert caught.value.exit_code == 3
     with pytest.raises(BrokerUnavailable, match="ConnectError"):
         open_codec(
             BrokerConfig(schema_registry=f"http://127.0.0.1:{port}", request_timeout_seconds=0.6)
-        )
+        ).frame()
 
 
 def test_registry_with_internal_error_is_unavailable(registry: Registry) -> None:
@@ -221,7 +303,7 @@ def test_registry_with_internal_error_is_unavailable(registry: Registry) -> None
     with pytest.raises(
         BrokerUnavailable, match="HTTP 500, store failure; the registry failed internally"
     ):
-        open_codec(config_of(registry))
+        framed_codec(registry)
 
 
 def test_address_without_the_confluent_api_is_rejected(registry: Registry) -> None:
@@ -231,7 +313,7 @@ def test_address_without_the_confluent_api_is_rejected(registry: Registry) -> No
     ) as caught:
         open_codec(
             BrokerConfig(schema_registry=f"{registry.url}/apis", request_timeout_seconds=3.0)
-        )
+        ).frame()
     assert caught.value.exit_code == 4
 
 
@@ -245,10 +327,10 @@ def test_login_comes_from_a_file_or_the_environment(
             BrokerRefused,
             match=r"HTTP 401, Unauthorized; put user:password .* broker\.schema_registry_login_file",
         ):
-            open_codec(config_of(guarded))
+            framed_codec(guarded)
         monkeypatch.setenv("SCHEMA_REGISTRY_LOGIN", "reader:wrong")
         with pytest.raises(BrokerRefused, match="HTTP 401") as caught:
-            open_codec(config_of(guarded))
+            framed_codec(guarded)
         assert "wrong" not in str(caught.value)
         assert (
             RegistryClient.from_config(
