@@ -35,6 +35,7 @@ from relax_events.roles.weight_updater import WeightUpdater
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
+from relax_events.staleness import choose_submissions, may_submit
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics.names import PROMPT_GROUPS
 from relax_events.weights.factory import open_weights_reader
@@ -101,7 +102,7 @@ class RolloutLoop:
             tool_format=self._config.environment.tool_call_format,
         )
         self._inbox: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
-        self._waiting: list[InflightGroup] = []
+        self._waiting: dict[str, InflightGroup] = {}
         self._running: dict[str, InflightGroup] = {}
         self._partials = PartialSamples(open_store(self._config))
         self._writer = SampleWriter(worker, self._renderer, self._partials)
@@ -203,10 +204,9 @@ class RolloutLoop:
             self._asleep = True
 
     def _report_in_flight(self) -> None:
-        waiting = (group.issued.prompt_group_id for group in self._waiting)
         self._worker.heartbeat.set_in_flight(
             len(self._writer.sent) + len(self._running) + len(self._waiting),
-            prompt_groups=(*self._writer.sent, *self._running, *waiting),
+            prompt_groups=(*self._writer.sent, *self._running, *self._waiting),
             written=tuple(islice(reversed(self._writer.written), NUM_REPORTED_GROUPS)),
         )
 
@@ -216,7 +216,7 @@ class RolloutLoop:
         """
         published = self._worker.control.policy_version
         return not self._worker.control.is_paused and any(
-            group.issued.required_policy_version <= published for group in self._waiting
+            group.issued.required_policy_version <= published for group in self._waiting.values()
         )
 
     def _put(self, lease: Lease | None) -> None:
@@ -255,52 +255,40 @@ class RolloutLoop:
             self._redelivery_guard.hold(event.prompt_group_id, lease)
         else:
             try:
-                self._waiting.append(self._intake.render(lease, event))
+                self._waiting[event.prompt_group_id] = self._intake.render(lease, event)
             except (PoisonSample, ValueError) as error:
                 self._worker.records.dead_letter(lease.record, PoisonSample(str(error)))
                 self._intake.fail(lease, f"prompt can't be rendered: {error}")
 
     def _find_inflight(self, prompt_group_id: str) -> InflightGroup | None:
-        waiting = (
-            group for group in self._waiting if group.issued.prompt_group_id == prompt_group_id
-        )
         return (
             self._running.get(prompt_group_id)
             or self._writer.sent.get(prompt_group_id)
-            or next(waiting, None)
+            or self._waiting.get(prompt_group_id)
         )
 
     def _submit_waiting_groups(self) -> None:
         """Submit waiting prompt groups, oldest first, while the engine has capacity, its version is
         new enough and their media are fetched.
         """
-        if self._worker.control.is_paused or self._must_drain():
+        loaded = self._engine.policy_version
+        if self._worker.control.is_paused or not may_submit(
+            self._config.run.weight_update_mode,
+            published=self._worker.control.policy_version,
+            loaded=loaded,
+            refused=self._weights.refused_version,
+        ):
             return
-        self._waiting.sort(key=lambda group: (group.issued.train_step, group.issued.group_index))
-        room = self._config.engine.max_running_samples - self._engine.num_running
-        kept = []
-        for group in self._waiting:
-            size = group.issued.samples_per_prompt
-            is_early = (
-                group.issued.required_policy_version > self._engine.policy_version
-                or not group.has_media
+        num_refused = 1
+        while num_refused:
+            chosen = choose_submissions(
+                (group.issued for group in self._waiting.values() if group.has_media),
+                loaded=loaded,
+                room=self._config.engine.max_running_samples - self._engine.num_running,
+                num_running=self._engine.num_running,
             )
-            if is_early or (size > room and self._engine.num_running > 0):
-                kept.append(group)
-            elif self._submit(group):
-                room -= size
-        self._waiting = kept
-
-    def _must_drain(self) -> bool:
-        """With `finish`, a published version stops admission until what runs has ended and the
-        version is loaded, unless it is invalid.
-        """
-        published = self._worker.control.policy_version
-        return (
-            self._config.run.weight_update_mode == "drain"
-            and published > self._engine.policy_version
-            and published != self._weights.refused_version
-        )
+            groups = [self._waiting.pop(issued.prompt_group_id) for issued in chosen]
+            num_refused = sum(not self._submit(group) for group in groups)
 
     def _submit(self, group: InflightGroup) -> bool:
         self._wake()
@@ -360,9 +348,9 @@ class RolloutLoop:
             if (lease := self._inbox.get()) is not None:
                 lease.release()
         self._redelivery_guard.release()
-        for group in self._waiting:
+        for group in self._waiting.values():
             group.release()
-        self._waiting = []
+        self._waiting = {}
 
     def _wake_on_version(self, event: Event) -> None:
         if isinstance(event, PolicyVersionPublished):

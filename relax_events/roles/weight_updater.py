@@ -12,6 +12,7 @@ from relax_events.events.parts import now_micros
 from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
+from relax_events.staleness import may_load
 from relax_events.weights.transport import WeightsReader
 
 log = structlog.get_logger()
@@ -50,7 +51,7 @@ class WeightUpdater:
             return False
         if newest.policy_version == self.refused_version and time.monotonic() < self._reload_after:
             return False
-        if self._mode == "drain" and self._engine.num_running:
+        if not may_load(self._mode, num_running=self._engine.num_running):
             return False
         try:
             with self._monitor.activity("loading"), self._worker.lifecycle.transfer("load weights"):

@@ -11,6 +11,7 @@ from relax_events.staleness.admission import (
     find_unissued_slots,
     is_external,
 )
+from relax_events.staleness.updating import choose_submissions, may_load, may_submit
 from relax_events.staleness.window import (
     ReadyGroup,
     compute_staleness,
@@ -28,11 +29,14 @@ __all__ = [
     "admitted_steps",
     "build_group_end",
     "build_reissue",
+    "choose_submissions",
     "compute_staleness",
     "find_skip_targets",
     "find_unissued_slots",
     "is_expired",
     "is_external",
+    "may_load",
+    "may_submit",
     "reference_version",
     "select_groups",
     "window",

@@ -81,7 +81,7 @@ class Stage:
         )
         self.loop._renderer = SimpleNamespace(stop_token_ids=())
         self.loop._library = MediaLibrary(config, store=store)
-        self.loop._waiting, self.loop._running = [], {}
+        self.loop._waiting, self.loop._running = {}, {}
         self.loop._partials = PartialSamples(store)
         self.writer: Any = SampleWriter(worker, self.loop._renderer, self.loop._partials)
         self.writer._records = self._records
