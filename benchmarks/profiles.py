@@ -125,6 +125,8 @@ class Timing:
     update_seconds: float
     to_train_seconds: float
     load_seconds: float
+    recompute_seconds: float = 0.0
+    """Added to a load under which the prefixes of running samples are computed again."""
 
     def tokens_per_second(self, num_running: int) -> float:
         """Return the speed of each sample while so many run on one engine."""

@@ -183,7 +183,10 @@ class TimedEngine:
             if on_running == "swap"
             else set()
         )
-        time.sleep(self._timing.load_seconds * self._timing.time_scale)
+        seconds = self._timing.load_seconds
+        if on_running == "restart" and self._running:
+            seconds += self._timing.recompute_seconds
+        time.sleep(seconds * self._timing.time_scale)
         self._at = time.monotonic()
         self.policy_version = weights.policy_version
         self.wake()

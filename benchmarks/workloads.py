@@ -2,7 +2,7 @@
 paper's time (scaled) and compute nothing.
 
 Each mode is a `relax run`; next to its step time stands the shortest that the schedule allows
-(`benchmarks.critical_path`).
+(`benchmarks.step_simulator`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks import report
-from benchmarks.critical_path import CriticalPath, Schedule
 from benchmarks.profiles import MODES, WORKLOADS, Mode, Workload
+from benchmarks.step_simulator import Schedule, StepSimulator, repeat_lengths
 from benchmarks.timed_run import Stage, TimedRun, open_stage, show
 
 
@@ -51,14 +51,18 @@ def bound_seconds(run: TimedRun) -> float:
     """Return the shortest time of a step, in the paper's seconds, over the steps that are
     measured."""
     mode = run.mode
+    workload = run.workload
     schedule = Schedule(
         num_steps=mode.num_steps,
+        prompts_per_step=workload.prompts_per_step,
         max_staleness=mode.max_staleness,
         colocated=mode.colocated,
         weight_update_mode="in_flight",
-        lanes_per_engine=run.workload.lanes_per_engine,
+        lanes_per_engine=workload.lanes_per_engine,
+        slots_per_engine=workload.lanes_per_engine * workload.samples_per_prompt,
     )
-    published = CriticalPath(run.timing, schedule, run.sampled_lengths()).run()
+    lengths = repeat_lengths(run.sampled_lengths())
+    published = StepSimulator(run.timing, schedule, lengths).run().published
     return (published[-1] - published[mode.first_step]) / (mode.num_steps - mode.first_step)
 
 

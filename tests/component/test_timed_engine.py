@@ -148,7 +148,7 @@ def test_timed_engine_ends_a_sample_by_length_at_the_limit(tmp_path: Path) -> No
 
 
 def test_timed_engine_slows_down_when_samples_share_it(tmp_path: Path, clock: Clock) -> None:
-    # As worked out by hand in test_critical_path: 2 and 4 tokens end after 3 and 5 s, here tenths.
+    # As worked out by hand in test_step_simulator: 2 and 4 tokens end after 3 and 5 s, here tenths.
     lengths = Lengths(median_tokens=1, sigma=0.0, cap_tokens=4, record_divisor=1)
     engine = timed_by(clock, make_engine(tmp_path, replace(SLOW, lengths=lengths, time_scale=0.1)))
     short, long = request(0, [1], max_new_tokens=2), request(1, [2], max_new_tokens=4)

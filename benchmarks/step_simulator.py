@@ -1,0 +1,398 @@
+"""Simulates the train steps of a schedule in which moving data costs nothing: a discrete-event
+calculation over the library's own rules.
+
+Admission, reissue, submission, loading, the choice of a batch and expiry are the pure functions of
+`relax_events.staleness`. Lanes, the stand-ins' speeds, and a trainer that trains prompt groups one
+after another as they come, are the simulator's. It knows nothing of records and micro-batches. A
+prompt group is leased to the engine that holds the fewest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.profiles import Timing
+from relax_events.config import RunConfig
+from relax_events.events.parts import Outcome
+from relax_events.staleness import (
+    BatchSlot,
+    IssuedGroup,
+    ReadyGroup,
+    admitted_steps,
+    build_reissue,
+    choose_submissions,
+    find_unissued_slots,
+    is_expired,
+    may_load,
+    may_submit,
+    select_groups,
+)
+from relax_events.staleness.updating import WeightUpdateMode
+from relax_events.staleness.window import SampleOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The settings of the run file."""
+
+    num_steps: int
+    prompts_per_step: int
+    max_staleness: int
+    colocated: bool
+    weight_update_mode: WeightUpdateMode
+    sample_order: SampleOrder = "fifo"
+    lanes_per_engine: int
+    slots_per_engine: int
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> Schedule:
+        """Read the settings from a resolved run file."""
+        run = config.run
+        return cls(
+            num_steps=run.num_steps,
+            prompts_per_step=run.prompts_per_step,
+            max_staleness=run.max_staleness,
+            colocated=config.devices.time_share,
+            weight_update_mode=run.weight_update_mode,
+            sample_order=run.sample_order,
+            lanes_per_engine=config.num_lanes,
+            slots_per_engine=config.engine.max_running_samples,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGroup:
+    """A prompt group on its way."""
+
+    issued: IssuedGroup
+    lengths: Sequence[int]
+    required_policy_version: int
+    num_generations: int
+    """Generations one after another for its batch slot, with its own."""
+    num_left: int = 0
+    policy_version: int = -1
+
+    @property
+    def train_step(self) -> int:
+        """Step that it was issued for."""
+        return self.issued.slot.train_step
+
+    @property
+    def group_index(self) -> int:
+        """Position in the step's batch."""
+        return self.issued.slot.group_index
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """Samples to generate."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its samples."""
+        return sum(self.lengths)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedEngine:
+    """One engine: all its samples advance alike, `done` counts the tokens that each has got since
+    the beginning.
+    """
+
+    free_lanes: int
+    waiting: list[SimulatedGroup] = field(default_factory=list)
+    running: list[tuple[float, int, SimulatedGroup]] = field(default_factory=list)
+    done: float = 0.0
+    at: float = 0.0
+    slot_seconds: float = 0.0
+    version: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """Results of a simulation.
+
+    Attributes:
+        published: When each policy version is published, in seconds; version 0 at 0.
+        slot_use: Share of the engines' slots that generate, over the whole run.
+        generations_in_series: By train step, the most generations one after another for one of its
+            prompt groups.
+        num_expired: Prompt groups that ended as expired.
+        num_wasted_tokens: Tokens of prompt groups that were generated and not trained.
+    """
+
+    published: list[float]
+    slot_use: float
+    generations_in_series: list[int]
+    num_expired: int
+    num_wasted_tokens: int
+
+
+class StepSimulator:
+    """Runs the events of one schedule in order."""
+
+    def __init__(
+        self,
+        timing: Timing,
+        schedule: Schedule,
+        lengths: Callable[[IssuedGroup], Sequence[int]],
+        *,
+        outcome: Callable[[IssuedGroup], Outcome] = lambda _: Outcome.TRAINED,
+    ) -> None:
+        """Prepare the engines.
+
+        Args:
+            timing: Speeds, in seconds.
+            schedule: Settings.
+            lengths: Returns the completion tokens of a prompt group's samples.
+            outcome: Returns whether a generated prompt group can be trained; filtered and failed
+                ones are replaced.
+        """
+        self._timing, self._schedule = timing, schedule
+        self._lengths, self._outcome = lengths, outcome
+        self._engines = [
+            SimulatedEngine(schedule.lanes_per_engine) for _ in range(timing.num_engines)
+        ]
+        self._queue: deque[SimulatedGroup] = deque()
+        self._ready: dict[ReadyGroup, SimulatedGroup] = {}
+        self._num_trained = self._version = self._next_step = 0
+        self._trainer_busy = False
+        self._forward_free = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = self._num_expired = self._num_wasted_tokens = 0
+        self._now = 0.0
+        self._published: list[float] = []
+        self._generations = [0] * schedule.num_steps
+
+    def run(self) -> SimulatedRun:
+        """Run until the last version is published."""
+        self._publish(0)
+        while self._events and len(self._published) <= self._schedule.num_steps:
+            self._now, _, event = heapq.heappop(self._events)
+            event()
+        num_slots = self._schedule.slots_per_engine * len(self._engines)
+        slot_seconds = sum(engine.slot_seconds for engine in self._engines)
+        return SimulatedRun(
+            published=self._published,
+            slot_use=slot_seconds / (num_slots * self._now),
+            generations_in_series=self._generations,
+            num_expired=self._num_expired,
+            num_wasted_tokens=self._num_wasted_tokens,
+        )
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (self._now + seconds, self._order, event))
+
+    def _publish(self, version: int) -> None:
+        schedule, self._version = self._schedule, version
+        self._published.append(self._now)
+        steps = admitted_steps(
+            version, max_staleness=schedule.max_staleness, num_steps=schedule.num_steps
+        )
+        for slot in find_unissued_slots(
+            (),
+            steps=range(self._next_step, steps.stop),
+            prompts_per_step=schedule.prompts_per_step,
+        ):
+            self._issue(IssuedGroup(slot, 0, 0), num_generations=1)
+        self._next_step = max(self._next_step, steps.stop)
+        for group in list(self._ready.values()):
+            self._expire(group)
+        for engine in self._engines:
+            self._renew(engine)
+        self._dispatch()
+        self._train()
+
+    def _issue(self, issued: IssuedGroup, *, num_generations: int) -> None:
+        required = max(issued.slot.train_step - self._schedule.max_staleness, 0)
+        if issued.attempt:
+            required = max(required, self._version)
+        self._queue.append(SimulatedGroup(issued, self._lengths(issued), required, num_generations))
+
+    def _renew(self, engine: SimulatedEngine) -> None:
+        """Load the newest version if the engine may."""
+        mode, num_running = self._schedule.weight_update_mode, len(engine.running)
+        if engine.version == self._version or not may_load(mode, num_running=num_running):
+            return
+        self._advance(engine)
+        engine.version = self._version
+        engine.at = max(engine.at, self._now) + self._timing.load_seconds
+        if mode == "recompute" and num_running:
+            engine.at += self._timing.recompute_seconds
+        self._await_completion(engine)
+
+    def _dispatch(self) -> None:
+        """Lease the queue's prompt groups to engines with free lanes, and submit the leased ones."""
+        while self._queue:
+            engine = max(self._engines, key=lambda engine: engine.free_lanes)
+            if not engine.free_lanes:
+                break
+            engine.free_lanes -= 1
+            engine.waiting.append(self._queue.popleft())
+        for engine in self._engines:
+            if engine.waiting:
+                self._submit(engine)
+
+    def _submit(self, engine: SimulatedEngine) -> None:
+        schedule, num_running = self._schedule, len(engine.running)
+        if not may_submit(
+            schedule.weight_update_mode,
+            published=self._version,
+            loaded=engine.version,
+            refused=-1,
+        ):
+            return
+        chosen = choose_submissions(
+            engine.waiting,
+            loaded=engine.version,
+            room=schedule.slots_per_engine - num_running,
+            num_running=num_running,
+        )
+        for group in chosen:
+            engine.waiting.remove(group)
+            self._start(engine, group)
+
+    def _start(self, engine: SimulatedEngine, group: SimulatedGroup) -> None:
+        self._advance(engine)
+        group.num_left, group.policy_version = len(group.lengths), engine.version
+        for length in group.lengths:
+            self._order += 1
+            heapq.heappush(engine.running, (engine.done + length, self._order, group))
+        self._await_completion(engine)
+
+    def _advance(self, engine: SimulatedEngine) -> None:
+        if self._now > engine.at:
+            if engine.running:
+                seconds, num_running = self._now - engine.at, len(engine.running)
+                engine.done += seconds * self._timing.tokens_per_second(num_running)
+                engine.slot_seconds += seconds * num_running
+            engine.at = self._now
+
+    def _await_completion(self, engine: SimulatedEngine) -> None:
+        engine.epoch += 1
+        if engine.running:
+            epoch = engine.epoch
+            seconds = (engine.running[0][0] - engine.done) / self._timing.tokens_per_second(
+                len(engine.running)
+            )
+            self._after(
+                max(engine.at - self._now, 0.0) + max(seconds, 0.0),
+                lambda: self._complete(engine, epoch),
+            )
+
+    def _complete(self, engine: SimulatedEngine, epoch: int) -> None:
+        if epoch != engine.epoch:
+            return
+        self._advance(engine)
+        end, _, group = heapq.heappop(engine.running)
+        engine.done = end
+        group.num_left -= 1
+        if not group.num_left:
+            engine.free_lanes += 1
+            self._forward(group)
+        self._renew(engine)
+        if not group.num_left or engine.waiting:
+            self._dispatch()
+        self._await_completion(engine)
+
+    def _forward(self, group: SimulatedGroup) -> None:
+        """Pass through reference and actor-forward, which are equally fast, work side by side and
+        serve in order of arrival.
+        """
+        self._forward_free = (
+            max(self._forward_free, self._now)
+            + group.num_tokens * self._timing.forward_token_seconds
+        )
+        self._after(self._forward_free - self._now, lambda: self._arrive(group))
+
+    def _arrive(self, group: SimulatedGroup) -> None:
+        outcome = self._outcome(group.issued)
+        if outcome is not Outcome.TRAINED:
+            self._end(group, outcome)
+        elif not self._expire(group):
+            self._ready[_ready_group(group)] = group
+            self._train()
+
+    def _expire(self, group: SimulatedGroup) -> bool:
+        """End a prompt group that is too stale; return whether it is."""
+        expired = is_expired(
+            group.policy_version,
+            trainer_version=self._version,
+            max_staleness=self._schedule.max_staleness,
+        )
+        if expired:
+            self._ready.pop(_ready_group(group), None)
+            self._num_expired += 1
+            self._end(group, Outcome.EXPIRED)
+        return expired
+
+    def _end(self, group: SimulatedGroup, outcome: Outcome) -> None:
+        """Count an untrained prompt group, and issue its batch slot again."""
+        self._num_wasted_tokens += group.num_tokens
+        if (successor := build_reissue(group.issued, outcome=outcome, next_row=0)) is not None:
+            self._issue(successor, num_generations=group.num_generations + 1)
+            self._dispatch()
+
+    def _train(self) -> None:
+        """Start on the next prompt group of the step, as soon as there is one; colocated, only when
+        all are there.
+        """
+        num_missing = self._schedule.prompts_per_step - self._num_trained
+        if self._trainer_busy or not self._ready:
+            return
+        chosen = select_groups(
+            self._ready,
+            trainer_version=self._version,
+            count=num_missing,
+            order=self._schedule.sample_order,
+        )
+        if not chosen or (self._schedule.colocated and len(chosen) < num_missing):
+            return
+        seconds = self._timing.to_train_seconds if self._num_trained == 0 else 0.0
+        group = self._ready.pop(chosen[0])
+        self._generations[self._version] = max(
+            self._generations[self._version], group.num_generations
+        )
+        self._trainer_busy = True
+        self._after(seconds + group.num_tokens * self._timing.train_token_seconds, self._trained)
+
+    def _trained(self) -> None:
+        self._num_trained += 1
+        if self._num_trained < self._schedule.prompts_per_step:
+            self._trainer_busy = False
+            self._train()
+            return
+        self._num_trained = 0
+        self._after(self._timing.update_seconds, self._updated)
+
+    def _updated(self) -> None:
+        self._trainer_busy = False
+        self._publish(self._version + 1)
+
+
+def _ready_group(group: SimulatedGroup) -> ReadyGroup:
+    issued = group.issued
+    return ReadyGroup(
+        group.train_step,
+        group.group_index,
+        issued.attempt,
+        group.policy_version,
+        issued.prompt_group_id,
+    )
+
+
+def repeat_lengths(
+    steps: Sequence[Sequence[Sequence[int]]],
+) -> Callable[[IssuedGroup], Sequence[int]]:
+    """Return the lengths of a prompt group by train step and batch slot, the same at each attempt."""
+
+    def look_up(group: IssuedGroup) -> Sequence[int]:
+        slot: BatchSlot = group.slot
+        return steps[slot.train_step][slot.group_index]
+
+    return look_up
