@@ -24,6 +24,7 @@ SMALL: Mapping[str, Any] = {
     "engine.sampling.max_new_tokens": 32,
     "engine.threads": 1,
     "workers.drain_seconds": 20.0,
+    "run.weight_update_mode": "drain",
 }
 
 

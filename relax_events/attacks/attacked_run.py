@@ -18,6 +18,7 @@ UNSET: dict[str, Any] = {
     "engine.sampling.max_new_tokens": 32,
     "engine.threads": 1,
     "workers.drain_seconds": 20.0,
+    "run.weight_update_mode": "drain",
 }
 """Values for keys that a real run derives from its model."""
 CORPUS = ("read the file", "12=21")

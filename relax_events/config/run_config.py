@@ -68,12 +68,14 @@ class RunSection(Section):
     max_staleness: Annotated[int, Field(ge=0), never("the partitions follow from it")] = 1
     """Maximum staleness of a trained sample in policy versions; 0 is strictly on-policy."""
     weight_update_mode: Annotated[
-        Literal["drain", "in_flight", "recompute"],
+        OrDerived[Literal["drain", "in_flight", "recompute"]],
         accepted("samples under way meet a new version in another way"),
-    ] = "drain"
+    ] = DERIVED
     """What an engine does with running samples when a new policy version arrives. `drain`: finish
     them first. `in_flight`: swap the weights under them (approximate: the KV cache is of the old
-    weights). `recompute`: recompute their prefix under the new weights."""
+    weights). `recompute`: recompute their prefix under the new weights. Derived: `recompute`;
+    `drain` where `max_staleness` is 0, and where the actor-forward role scores each prompt group
+    under one version (`algorithm.old_logprobs = "actor"`) without a correction."""
     sample_order: Annotated[
         Literal["fifo", "ready_first"],
         never("prompt groups that were trained out of their order would be awaited again"),

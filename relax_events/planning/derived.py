@@ -60,7 +60,7 @@ def derive(
     """
     values: dict[str, Derived] = {}
     filled = config
-    for rule in (_of_training, _of_lengths, _of_drain, _of_threads, _of_memory):
+    for rule in (_of_updates, _of_training, _of_lengths, _of_drain, _of_threads, _of_memory):
         missing = set(missing_keys(filled))
         fresh = {
             derived.key: derived
@@ -70,6 +70,26 @@ def derive(
         values |= fresh
         filled = with_values(filled, {key: derived.value for key, derived in fresh.items()})
     return list(values.values())
+
+
+def _of_updates(
+    config: RunConfig, _: Mapping[str, CheckpointFacts], __: Machine
+) -> Iterator[Derived]:
+    if config.run.max_staleness == 0:
+        mode, reason = "drain", "run.max_staleness = 0: no sample runs when a version is published"
+    elif config.algorithm.old_logprobs == "actor" and config.algorithm.correction == "none":
+        mode = "drain"
+        reason = (
+            "algorithm.old_logprobs = 'actor' scores each prompt group under one version, and "
+            "algorithm.correction = 'none' covers no difference"
+        )
+    else:
+        mode = "recompute"
+        reason = (
+            f"run.max_staleness = {config.run.max_staleness}: engines that finish running samples "
+            "first leave most of their slots empty"
+        )
+    yield Derived("run.weight_update_mode", mode, reason)
 
 
 def _of_training(

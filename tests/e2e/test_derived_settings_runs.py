@@ -20,6 +20,7 @@ EXPECTED = {
     "model.dtype": "float32",
     "engine.max_context_tokens": 4096,
     "workers.drain_seconds": 20.0,
+    "run.weight_update_mode": "recompute",
     "trainer.max_tokens_per_micro_batch": 8192,
 }
 """Of a tiny model of 4096 positions that is there already, on any machine of 8 GB or more."""

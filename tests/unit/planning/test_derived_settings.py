@@ -65,6 +65,7 @@ def test_every_missing_key_gets_a_derived_value() -> None:
         "engine.sampling.max_new_tokens",
         "judge.dtype",
         "model.dtype",
+        "run.weight_update_mode",
         "teacher.dtype",
         "trainer.learning_rate",
         "workers.drain_seconds",
@@ -180,6 +181,23 @@ def test_evaluation_max_new_tokens_defaults_to_that_of_training() -> None:
 def test_drain_seconds_are_derived_from_max_new_tokens(new: int, seconds: float) -> None:
     config = run_of(engine={"sampling": {"max_new_tokens": new}})
     assert values(config, SMALL)["workers.drain_seconds"] == seconds
+
+
+@pytest.mark.parametrize(
+    ("staleness", "algorithm", "mode"),
+    [
+        (0, {}, "drain"),
+        (1, {}, "recompute"),
+        (4, {"old_logprobs": "trainer"}, "recompute"),
+        (1, {"old_logprobs": "actor"}, "drain"),
+        (1, {"old_logprobs": "actor", "correction": "tis", "correction_high": 2.0}, "recompute"),
+    ],
+)
+def test_engines_recompute_running_samples_unless_one_version_must_score_them(
+    staleness: int, algorithm: dict[str, Any], mode: str
+) -> None:
+    config = run_of(run={"max_staleness": staleness}, algorithm=algorithm)
+    assert values(config, SMALL)["run.weight_update_mode"] == mode
 
 
 @pytest.mark.parametrize(
@@ -324,6 +342,7 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
 def test_keys_that_need_unknown_facts_are_not_derived() -> None:
     found = {derived.key for derived in derive(run_of(), {}, machine())}
     assert found == {
+        "run.weight_update_mode",
         "trainer.learning_rate",
         "workers.drain_seconds",
         "engine.threads",
