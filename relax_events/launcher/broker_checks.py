@@ -79,7 +79,7 @@ def check_registry(run: CheckedRun) -> str:
         raise CheckFailed(
             f"{broker.schema_registry} has other schemas, or none, under {len(others)} id(s) of "
             f"this run's log, the first is {others[0]}: Confluent's clients that use it misread "
-            "the run, the run itself goes on by the ids on its log; point broker.schema_registry "
+            "the run, the run itself continues by the ids on its log; point broker.schema_registry "
             "to the registry that the run began with"
         )
     return f"{broker.schema_registry} answers; it holds {num_subjects} subject(s)"
