@@ -240,7 +240,7 @@ class PoolState:
         """Refuse the first requests that belong to the state of a process that is gone."""
         number = slot.child.number if slot.child is not None else None
         while waiting and waiting[0].child is not None and waiting[0].child != number:
-            waiting.popleft().on_done(ChildLost("died", "with it its state"))
+            waiting.popleft().on_done(ChildLost("state_lost", ""))
 
     def _lose(
         self,
@@ -251,7 +251,9 @@ class PoolState:
         seconds: float = 0.0,
         exit_seconds: float = 0.0,
     ) -> None:
-        """End a child that failed; fail the request that it ran, and repeat the others."""
+        """End a child that failed; fail the request that it ran, and repeat the others, unless
+        their state is lost. Of a child that runs several at a time, each may be the culprit.
+        """
         child, exit_text = self._end(slot, exit_seconds=exit_seconds)
         text = ending + exit_text if kind == "died" else ending or exit_text
         lost = ChildLost(kind, text, seconds=seconds, was_loaded=child.ready is not None)
@@ -259,9 +261,11 @@ class PoolState:
             self._fail_slot(slot, lost)
             self._fail_waiting(lost)
             return
-        running = list(child.requests.values())
+        running, repeated = list(child.requests.values()), []
         if self._settings.keeps_state:
-            failed, repeated = running, []
+            failed = running if child.is_concurrent else running[:1]
+            for request in running[len(failed) :]:
+                request.on_done(ChildLost("state_lost", ""))
         elif child.is_concurrent and len(running) > 1:
             failed, repeated = [], running
             for request in repeated:

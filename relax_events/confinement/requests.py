@@ -10,12 +10,12 @@ from typing import Any, Literal
 from relax_events.confinement.frames import Buffer, encode_head
 from relax_events.errors import ConfigError
 
-Kind = Literal["late", "silent", "died", "invalid", "unloaded", "changed", "closed"]
+Kind = Literal["late", "silent", "died", "invalid", "state_lost", "unloaded", "changed", "closed"]
 
 
 class ChildLost(Exception):
-    """A request has no answer: its child was late, silent or died, broke the protocol, could not
-    be loaded, or the pool was closed.
+    """A request has no answer: its child was late, silent or died, broke the protocol, lost the
+    request's state with another one, could not be loaded, or the pool was closed.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class ChildLost(Exception):
                 return f"sent {self.ending}"
             case "died":
                 return f"died ({self.ending})"
+            case "state_lost":
+                return "was lost with a request of others"
             case _:
                 return self.ending
 

@@ -27,7 +27,8 @@ class ChildSettings:
             children that are started later.
         confines_itself: Whether the child applies the confinement that its setup names, once it has
             prepared what the profile would refuse, and before it touches foreign bytes.
-        keeps_state: Whether a child's state is lost with it: then its requests are never repeated.
+        keeps_state: Whether a child's state is lost with it: then its requests are never repeated,
+            and those that wait for the state are lost as `state_lost`.
         readable, writable, ports: What the entry point's profile opens; see `Confinement`.
         variables: Names of environment variables that it gets, in addition to the harmless ones.
         limits: The largest answer.

@@ -143,9 +143,21 @@ def test_state_is_lost_with_its_process_and_never_moved_to_another(pools: list[C
     pool = open_pool(pools, keeps_state=True, size=2)
     begun = ask(pool, "echo", text="", slot=1).result()
     assert lost(ask(pool, "exit", slot=1)).kind == "died"
-    assert lost(ask(pool, "echo", text="", slot=1, child=begun.child)).kind == "died"
+    neighbour = lost(ask(pool, "echo", text="", slot=1, child=begun.child))
+    assert neighbour.kind == "state_lost"
+    assert neighbour.describe("") == "was lost with a request of others"
     other = ask(pool, "echo", text="", slot=1).result()
     assert other.child != begun.child
+
+
+@pytest.mark.parametrize("do", ["exit", "wait", "bomb"])
+def test_requests_behind_the_one_that_loses_a_state_say_so(pools: list[ChildPool], do: str) -> None:
+    pool = open_pool(pools, keeps_state=True)
+    state = ask(pool, "echo", text="", slot=0).result().child
+    culprit = ask(pool, do, slot=0, child=state, seconds=SHORT_SECONDS)
+    behind = [ask(pool, "echo", text="", slot=0, child=state) for _ in range(3)]
+    assert lost(culprit).kind in ("died", "late", "invalid")
+    assert [lost(future).kind for future in behind] == ["state_lost"] * 3
 
 
 def test_child_that_asks_for_it_is_replaced(pools: list[ChildPool]) -> None:
