@@ -69,14 +69,12 @@ class Continuation:
         parent: The call that it continues, or None.
         rest: The messages that the graph does not have on that path.
         digest: Of the path with the rest.
-        is_fork: Whether the parent has been continued already, or a new conversation begins.
         begun_digest: Of the path without its last message, where that begins the turn; else empty.
     """
 
     parent: Node | None
     rest: tuple[ChatMessage, ...]
     digest: bytes
-    is_fork: bool
     begun_digest: bytes = b""
 
 
@@ -126,7 +124,6 @@ class MessageGraph:
             parent,
             rest,
             digests[-1],
-            is_fork=bool(self.nodes) if parent is None else parent in self._continued,
             begun_digest=digests[-2] if begins_turn(rest) else b"",
         )
 
@@ -139,7 +136,8 @@ class MessageGraph:
         sample: GeneratedSample,
         reply: ChatMessage,
     ) -> Node:
-        """Add a sampled turn; of several equal turns, a later history continues the last.
+        """Add a sampled turn, a fork if another turn continues its parent already, or if it begins
+        another conversation. Of several equal turns, a later history continues the last.
 
         A program may send a turn that it began, and what it received, as one message or as two.
         """
@@ -147,8 +145,9 @@ class MessageGraph:
         if continuation.begun_digest:
             turn = continue_turn(continuation.rest[-1], reply)
             digests.append(extend_digest(continuation.begun_digest, turn))
+        parent = continuation.parent
         node = Node(
-            continuation.parent,
+            parent,
             continuation.rest,
             tools,
             input_tokens,
@@ -156,11 +155,11 @@ class MessageGraph:
             reply,
             digests[0],
         )
+        self.num_forks += bool(self.nodes) if parent is None else parent in self._continued
         self.nodes.append(node)
         self._by_digest |= dict.fromkeys(digests, node)
-        if continuation.parent is not None:
-            self._continued.add(continuation.parent)
-        self.num_forks += continuation.is_fork
+        if parent is not None:
+            self._continued.add(parent)
         return node
 
     def leaves(self) -> list[Node]:

@@ -4,14 +4,17 @@
     the graph
 
 Tokens are only appended: a turn is never rendered or tokenized again, and the trainer reads exactly
-what the engine read and sampled. Turns of a session follow one another, so that the same messages
-sample the same tokens: a turn's seed follows from the sample's seed and the number of turns before.
+what the engine read and sampled. Turns of a session may run at the same time; the same messages
+sample the same tokens in any order: a turn's seed follows from the sample's seed and the path.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -133,6 +136,11 @@ class Session:
     _is_closed: bool = False
     _next: PreparedTurn | None = None
     _in_flight: tuple[PreparedTurn, GenerationRequest] | None = None
+    _begun_paths: Counter[bytes] = field(default_factory=Counter)
+    _num_running: int = 0
+    _num_reserved: int = 0
+    _entry: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def context(self) -> EnvironmentContext:
@@ -200,21 +208,50 @@ class Session:
         else:
             turn, self._next = self._next or self._begin(), None
         try:
-            request = self.build_request(turn)
+            async with self.begin_turn(turn) as request:
+                self._in_flight = turn, request
+                return await self.sample_prepared(turn, request)
         except SessionLimit as error:
             if self.graph.nodes:
                 raise
             raise PoisonSample(f"sample {self.sample.sample_id}: {error}") from None
-        return await self.sample_prepared(turn, request)
+        finally:
+            self._in_flight = None
+
+    @asynccontextmanager
+    async def begin_turn(
+        self, turn: PreparedTurn, *, max_tokens: int | None = None
+    ) -> AsyncIterator[GenerationRequest]:
+        """Build the engine's request for a turn, once the tokens that it may sample fit the bounds
+        together with those of the turns that run. Turns begin in the order of their calls.
+
+        Args:
+            turn: What the policy reads.
+            max_tokens: The caller's own bound on the turn.
+        Raises:
+            SessionLimit: A bound of the sample is met.
+            SessionClosed: The session has ended.
+        """
+        prompt = np.concatenate([path_tokens(turn.continuation.parent), turn.input_tokens])
+        async with self._entry:
+            while (count := self._count_room(len(prompt), max_tokens)) is None:
+                self._ended.clear()
+                await self._ended.wait()
+            self._num_running += 1
+            self._num_reserved += count
+        try:
+            yield self._build_request(turn, prompt, max_new_tokens=count)
+        finally:
+            self._num_running -= 1
+            self._num_reserved -= count
+            self._ended.set()
 
     async def sample_prepared(self, turn: PreparedTurn, request: GenerationRequest) -> Node:
-        """Sample a turn, and record it; errors as of `sample_turn`."""
-        if self._is_closed:
-            raise SessionClosed("the session has ended; no further call is answered")
-        self.num_calls += 1
-        self._is_begun, self._in_flight = True, (turn, request)
+        """Sample a turn that has begun, and record it; errors as of `sample_turn`."""
+        self._require_open()
+        self._is_begun = True
         sample = await self.generate(request)
-        self._in_flight, self.error = None, ""
+        self.error = ""
         if sample.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.error = sample.error or "the engine was stopped during the call"
             raise EngineFailed(self.error)
@@ -238,32 +275,43 @@ class Session:
             self._add(prepared, turn, ChatMessage(ASSISTANT))
         return self._is_begun and bool(self.graph.nodes)
 
-    def build_request(
-        self, turn: PreparedTurn, *, max_tokens: int | None = None
-    ) -> GenerationRequest:
-        """Build the engine's request for a turn.
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosed("the session has ended; no further call is answered")
+
+    def _count_room(self, num_prompt: int, max_tokens: int | None) -> int | None:
+        """Return how many tokens a turn may sample; None if turns that run may need some of them.
 
         Args:
-            turn: What the policy reads.
+            num_prompt: Tokens of its prompt.
             max_tokens: The caller's own bound on the turn.
         Raises:
             SessionLimit: A bound of the sample is met.
+            SessionClosed: The session has ended.
         """
-        parent, number = turn.continuation.parent, self.num_calls
-        prompt = np.concatenate([path_tokens(parent), turn.input_tokens])
+        self._require_open()
         left = self.request.sampling.max_new_tokens - self.num_sampled_tokens
-        room = self.bounds.max_context_tokens - len(prompt)
-        self._check_bounds(left, room, num_tokens=len(prompt))
-        max_new_tokens = min(left, room) if max_tokens is None else min(left, room, max_tokens)
+        room = self.bounds.max_context_tokens - num_prompt
+        self._check_bounds(left, room, num_tokens=num_prompt)
+        count = min(left, room) if max_tokens is None else min(left, room, max_tokens)
+        has_turn = len(self.graph.nodes) + self._num_running < self.bounds.max_turns
+        return count if has_turn and self._num_reserved + count <= left else None
+
+    def _build_request(
+        self, turn: PreparedTurn, prompt: NDArray[np.int32], *, max_new_tokens: int
+    ) -> GenerationRequest:
+        parent, path = turn.continuation.parent, turn.continuation.digest
         begun = turn.begun or self._build_empty_turn()
         sample = replace(
             begun,
-            sample_id=f"{self.sample.sample_id}#{number}",
-            seed=turn_seed(self.sample.seed, number),
+            sample_id=f"{self.sample.sample_id}#{self.num_calls}",
+            seed=turn_seed(self.sample.seed, path, self._begun_paths[path]),
             loss_mask=None,
             turns=(),
             routed_experts=begun.routed_experts if parent is None else parent.sample.routed_experts,
         )
+        self.num_calls += 1
+        self._begun_paths[path] += 1
         is_input = np.zeros(len(turn.input_tokens), bool)
         return replace(
             self.request,
@@ -306,7 +354,7 @@ class Session:
         """Return the turn after the prompt."""
         messages = tuple(self.context.messages)
         return PreparedTurn(
-            Continuation(None, messages, b"", is_fork=False),
+            Continuation(None, messages, b""),
             self.request.prompt_tokens,
             self.context.tools,
             self.sample,
@@ -315,7 +363,7 @@ class Session:
     def _continue(self, messages: Sequence[ChatMessage], tokens: NDArray[np.int32]) -> PreparedTurn:
         """Return the turn after messages that follow the last turn."""
         parent = self.graph.nodes[-1]
-        continuation = Continuation(parent, tuple(messages), parent.digest, is_fork=False)
+        continuation = Continuation(parent, tuple(messages), parent.digest)
         return PreparedTurn(continuation, tokens, self.context.tools)
 
     async def _render_replies(self, replies: Sequence[ProcessedReply]) -> PreparedTurn:
@@ -373,13 +421,19 @@ class Session:
         return ChatMessage.of_text(ASSISTANT, self.renderer.turn_text(sample.tokens))
 
 
-def turn_seed(seed: int, num_turns: int) -> int:
-    """Derive the seed of a turn; the first one has the sample's own, so that an environment changes
-    nothing before its first reply.
+def turn_seed(seed: int, path: bytes, num_before: int) -> int:
+    """Derive the seed of a turn.
+
+    Args:
+        seed: Of the sample. The turn after the prompt group's prompt has it, so that an environment
+            changes nothing before its first reply.
+        path: Digest of the messages before the turn; empty after the prompt group's prompt.
+        num_before: Earlier turns of the session after the same messages.
     """
-    if not num_turns:
+    if not path and not num_before:
         return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{num_turns}".encode(), digest_size=7).digest())
+    text = f"{seed}/{path.hex()}/{num_before}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 def build_turn(

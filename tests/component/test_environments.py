@@ -248,8 +248,9 @@ def test_environment_leaves_first_turn_unchanged_and_later_turns_get_own_seeds(
             np.testing.assert_allclose(
                 sample.logprobs[: len(first)], alone[name].logprobs, rtol=0, atol=1e-5
             )
-    assert turn_seed(7, 0) == 7
-    assert len({turn_seed(7, number) for number in range(5)}) == 5
+    assert turn_seed(7, b"", 0) == 7
+    later = {turn_seed(7, path, number) for path in (b"", b"a") for number in range(5)}
+    assert len(later) == 10
 
 
 ROW = (

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from engine_requests import plain_logprobs
 from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
+from relax_events.engines.protocol import GeneratedSample
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.packages.gateway.program import (
     GUARD,
@@ -62,6 +64,48 @@ def test_the_same_seeds_give_the_same_episodes(tmp_path: Path) -> None:
         begin(engine, num_samples=2)
         second = finish(engine)
     assert [one.tokens.tolist() for one in first] == [one.tokens.tolist() for one in second]
+
+
+TOGETHER = """
+import threading
+def call(text):
+    say([{"role": "user", "content": text}], max_tokens=8)
+threads = [threading.Thread(target=call, args=(text,)) for text in ("1", "2", "2", "12")]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_calls_of_one_episode_run_at_the_same_time_and_sample_the_same_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine samples nothing before it has all four calls."""
+    runs, joined = [], threading.Event()
+    with episodes(tmp_path, TOGETHER) as engine:
+        inner = engine._engine
+        poll = inner.poll
+
+        def poll_joined(*, timeout_seconds: float) -> list[GeneratedSample]:
+            if inner.num_running == 4:
+                joined.set()
+            if joined.wait(0.05):
+                return poll(timeout_seconds=timeout_seconds)
+            return []
+
+        monkeypatch.setattr(inner, "poll", poll_joined)
+        for _ in range(2):
+            joined.clear()
+            begin(engine)
+            (sample,) = finish(engine)
+            assert joined.is_set()
+            assert sample.prompt_tokens is not None
+            tokens = np.concatenate([sample.prompt_tokens, sample.tokens])
+            paths = np.split(tokens, np.cumsum(sample.path_lengths)[:-1])
+            runs.append(sorted(path.tolist() for path in paths))
+    assert runs[0] == runs[1]
+    assert len({tuple(path) for path in runs[0]}) == 4, "the same messages, another turn"
 
 
 def test_a_program_that_asks_for_too_many_turns_ends_as_cut_off(tmp_path: Path) -> None:

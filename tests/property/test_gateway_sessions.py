@@ -66,6 +66,8 @@ class RandomEngine:
     async def __call__(self, request: GenerationRequest) -> GeneratedSample:
         """Sample a turn of up to 12 random tokens, or a tool call."""
         rng = self._rng
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
         text = self._renderer.encode(rng.choice(SAID)).tolist()
         tokens = text or [rng.randrange(300) for _ in range(rng.randrange(12))]
         tokens = [token for token in tokens if token not in request.stop_token_ids]
@@ -87,10 +89,14 @@ class RandomEngine:
         return found
 
 
-async def talk(session: ChatSession, rng: random.Random, kind: type[Program]) -> None:
-    """Drive a session as a program does, with edits, retries and compactions."""
+async def talk(
+    session: ChatSession, rng: random.Random, kind: type[Program], *, first: int = 0
+) -> None:
+    """Drive a session as a program does, with edits, retries and compactions; the first answer has
+    this number.
+    """
     program = kind(f"go {rng.random()}")
-    for number in range(rng.randrange(1, 12)):
+    for number in range(first, first + rng.randrange(1, 12)):
         step = rng.randrange(8)
         before = list(program.history)
         try:
@@ -103,12 +109,22 @@ async def talk(session: ChatSession, rng: random.Random, kind: type[Program]) ->
         program.continue_conversation(step, rng.randrange(12))
 
 
-def check_session(renderer: PromptRenderer, kind: type[Program], seed: int) -> None:
+async def talk_together(
+    session: ChatSession, rng: random.Random, kind: type[Program], *, num_agents: int
+) -> None:
+    """Drive a session by several conversations at the same time."""
+    agents = [talk(session, rng, kind, first=100 * index) for index in range(num_agents)]
+    await asyncio.gather(*agents)
+
+
+def check_session(
+    renderer: PromptRenderer, kind: type[Program], seed: int, *, num_agents: int = 1
+) -> None:
     """Run a session, and compare what it trains with what its engine has read and sampled."""
     rng = random.Random(seed)
     engine = RandomEngine(renderer, rng)
     session = open_session(renderer, engine)
-    asyncio.run(talk(session, rng, kind))
+    asyncio.run(talk_together(session, rng, kind, num_agents=num_agents))
     nodes = session.graph.nodes
     assert [node.sample for node in nodes] == engine.sampled
     for node, read in zip(nodes, engine.read, strict=True):
@@ -165,12 +181,56 @@ def pairs_of(sample: GeneratedSample) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-@given(seed=st.integers(0, 2**32))
+@given(seed=st.integers(0, 2**32), num_agents=st.sampled_from([1, 1, 4]))
 @settings(max_examples=75, deadline=None)
 def test_trained_tokens_are_bit_for_bit_the_sampled_ones(
-    renderer: PromptRenderer, kind: type[Program], seed: int
+    renderer: PromptRenderer, kind: type[Program], seed: int, num_agents: int
 ) -> None:
-    check_session(renderer, kind, seed)
+    check_session(renderer, kind, seed, num_agents=num_agents)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    wishes=st.lists(st.one_of(st.none(), st.integers(1, 30)), min_size=1, max_size=12),
+    max_turns=st.integers(1, 8),
+    max_new_tokens=st.integers(1, 60),
+)
+@settings(max_examples=75, deadline=None)
+def test_calls_at_the_same_time_never_pass_the_bounds_nor_are_refused_within_them(
+    renderer: PromptRenderer,
+    seed: int,
+    wishes: list[int | None],
+    max_turns: int,
+    max_new_tokens: int,
+) -> None:
+    rng = random.Random(seed)
+    engine = RandomEngine(renderer, rng)
+    running: dict[str, int] = {}
+
+    async def generate(request: GenerationRequest) -> GeneratedSample:
+        name, wish = request.samples[0].sample_id, request.sampling.max_new_tokens
+        assert name not in running
+        running[name] = wish
+        assert session.num_sampled_tokens + sum(running.values()) <= max_new_tokens
+        assert len(session.graph.nodes) + len(running) <= max_turns
+        sample = await engine(request)
+        del running[name]
+        return sample
+
+    session = open_session(renderer, generate, max_turns=max_turns, max_new_tokens=max_new_tokens)
+
+    async def call(number: int, wish: int | None) -> None:
+        try:
+            await session.chat([ChatMessage.of_text("user", f"{number}")], max_tokens=wish)
+        except SessionLimit:
+            assert session.is_spent
+
+    async def call_all() -> None:
+        await asyncio.gather(*(call(number, wish) for number, wish in enumerate(wishes)))
+
+    asyncio.run(call_all())
+    assert len(session.graph.nodes) == len(wishes) or session.is_spent
+    assert (session._num_reserved, session._num_running) == (0, 0)
 
 
 @pytest.mark.long

@@ -2,7 +2,8 @@
 
     program  chat(messages) --> the longest path that the history continues + rendered rest --> turn
 
-Calls of one session run one after another.
+Calls of one session run at the same time, as sub-agents make them, as far as all that they may
+sample fits the bounds of the sample; others wait.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from relax_events.api.drivers import (
     Node,
     PreparedTurn,
     Session,
-    SessionClosed,
     SessionLimit,
     path_media,
     path_tokens,
@@ -48,7 +48,6 @@ class ChatSession(Session):
     num_refused: int = 0
     media: SessionMedia | None = None
     first_call: asyncio.Event = field(default_factory=asyncio.Event)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def read_part(self) -> PartReader:
@@ -89,14 +88,12 @@ class ChatSession(Session):
             ObjectError, StoreUnavailable: The media of the messages can't be stored or loaded.
         """
         self.first_call.set()
-        async with self._turn:
-            if self._is_closed:
-                raise SessionClosed("the session has ended; no further call is answered")
-            messages = await self._resolve(messages)
-            if text := self._describe_excess(messages, tools):
-                raise self._meet(Limit.CONTEXT, text)
-            turn = replace(await self._prepare(messages, tools), max_calls=max_calls)
-            request = self.build_request(turn, max_tokens=max_tokens)
+        self._require_open()
+        messages = await self._resolve(messages)
+        if text := self._describe_excess(messages, tools):
+            raise self._meet(Limit.CONTEXT, text)
+        turn = replace(await self._prepare(messages, tools), max_calls=max_calls)
+        async with self.begin_turn(turn, max_tokens=max_tokens) as request:
             media = await self._load_media(turn.continuation)
             return await self.sample_prepared(turn, replace(request, media=media))
 
