@@ -182,3 +182,42 @@ class Failing(Guess):
 
     def close(self) -> None:
         (self.folder / f"closed-{time.time_ns()}").touch()
+
+
+class Misbehaving(Guess):
+    """Ends at its third turn, and does in its second one what an option of the row names."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.how = (options or {}).get("how", "")
+        return super().reset(seed=seed)
+
+    def step(self, action: str) -> Any:
+        self.tries += 1
+        if self.tries == 2 and self.how:
+            self.misbehave()
+        text = "x" * self.num_characters if self.tries == 2 else f"no, {self.tries}"
+        return text, self.tries / 2, self.tries == 3, False, {}
+
+    @property
+    def num_characters(self) -> int:
+        return 8 * 1024**2 if self.how == "floods" else 10
+
+    def misbehave(self) -> None:
+        if self.how == "hangs":
+            time.sleep(600)
+        if self.how == "dies":
+            os._exit(9)
+        if self.how == "raises":
+            raise ConnectionError("the simulator is gone")
+        if self.how == "slows":
+            time.sleep(0.5)
+
+
+class AsyncMisbehaving(Misbehaving):
+    """The same, asynchronous: it also waits instead of blocking its process."""
+
+    async def step(self, action: str) -> Any:
+        if self.tries == 1 and self.how == "waits":
+            await asyncio.sleep(600)
+        await asyncio.sleep(0)
+        return super().step(action)

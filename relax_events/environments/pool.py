@@ -17,7 +17,7 @@ from relax_events.data.messages import print_message
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.reply_encoding import MAX_REPLY_BYTES
 from relax_events.environments.reply_media import ProcessedReply, process_reply
-from relax_events.errors import ConfigError, PoisonSample
+from relax_events.errors import ConfigError, EpisodeLate, PoisonSample
 from relax_events.events.parts import ChatMessage
 from relax_events.media.library import LibraryThreads, MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
@@ -85,6 +85,7 @@ class EnvironmentPool:
             task: The row of its prompt.
             turns: The policy's turns and the replies so far, ending with a turn of the policy.
         Raises:
+            EpisodeLate: The environment is late; its process had no other call.
             PoisonSample: The environment or its media failed.
         """
         *before, last = (*task.messages, *turns)
@@ -133,8 +134,8 @@ class EnvironmentPool:
                 raise self._load_error(lost) from None
             if lost.kind == "closed":
                 raise PoisonSample(f"{where}: the worker is closing") from None
-            text = lost.describe("environment.timeout_seconds")
-            raise PoisonSample(f"{where}: it {text}") from None
+            text = f"{where}: it {lost.describe('environment.timeout_seconds')}"
+            raise (EpisodeLate(text) if lost.is_late else PoisonSample(text)) from None
 
 
 def build_setup(config: RunConfig) -> dict[str, Any]:

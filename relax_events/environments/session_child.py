@@ -121,7 +121,7 @@ class SessionServer:
         try:
             head, contents = await self._within_deadline(request)
         except TimeoutError:
-            head, contents = {"failed": f"took longer than {self._limit(request.head['op'])}"}, ()
+            head, contents = {"late": f"took longer than {self._limit(request.head['op'])}"}, ()
         except PoisonSample as error:
             head, contents = {"invalid": str(error)[:MAX_ERROR_CHARACTERS]}, ()
         except asyncio.CancelledError:

@@ -4,8 +4,10 @@
     open, step, close  ---->   one task each: request with a deadline ---> the session
     callback           <----   media fetched and stored in threads   <---  its answer
 
-A failure of environment, child or server is an `EpisodeFailed`: the caller begins the episode
-again. An invalid reply is a `PoisonSample`.
+Sessions share processes. One that is late, or runs while its process dies, is lost; it may have
+lost its neighbours' sessions too. `SessionLost` says which: those that were under way are suspects,
+and begin again in a process of their own, where a fault is known to be theirs (ADR 79). A failure
+that is an environment's own is an `EpisodeFailed`, an invalid reply a `PoisonSample`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.interfaces.protocol import DEADLINES
 from relax_events.environments.pool import build_setup, print_messages
 from relax_events.environments.reply_media import ProcessedReply, process_reply
-from relax_events.errors import ConfigError, EpisodeFailed, PoisonSample
+from relax_events.errors import ConfigError, EpisodeFailed, EpisodeLate, PoisonSample, SessionLost
 from relax_events.events.json_text import format_json, parse_json
 from relax_events.media.library import LibraryThreads, MediaLibrary
 from relax_events.media.model_inputs import ProcessedMedia
@@ -46,6 +48,8 @@ SILENT_SECONDS = 30.0
 """A child that ticks each second and is silent for so long hangs."""
 GRACE_SECONDS = 5.0
 """For a child that keeps deadlines itself to say that one was missed."""
+MIN_LONE_PROCESSES = 4
+"""At most so many sessions that must run alone do, or as many as the environment has processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +93,18 @@ class ProcessedObservation:
 class EnvironmentSession:
     """The environment of one sample, from the engine's side. Each call returns a future."""
 
-    def __init__(self, pool: SessionPool, sample_id: str, task: EnvironmentContext) -> None:
+    def __init__(
+        self, pool: SessionPool, sample_id: str, task: EnvironmentContext, *, runs_alone: bool
+    ) -> None:
         """Prepare a session; `open` sets it up."""
         self._pool, self.sample_id, self.task = pool, sample_id, task
+        self.runs_alone = runs_alone
         self._opening: Future[ProcessedOpening] | None = None
         self.number = 0
         self.slot: int | None = None
-        """Which of the pool's children holds it."""
+        """Which of the pool's children holds it; those of sessions that run alone have their own
+        numbers.
+        """
         self.child: int | None = None
         """The process of that child in which it was set up."""
         self.is_lost = self.holds_slot = False
@@ -139,7 +148,12 @@ class SessionPool:
         self._free = asyncio.Semaphore(environment.concurrency)
         self.loop = LoopThread("environments")
         self._num_sessions = [0] * environment.processes
-        self._children = _build_children(config)
+        self._children = _build_children(config, size=environment.processes)
+        num_lone = max(MIN_LONE_PROCESSES, environment.processes)
+        self._lone_children = _build_children(config, size=num_lone)
+        self._lone_slots: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for slot in range(num_lone):
+            self._lone_slots.put_nowait(slot)
         self._takes_files = self._is_concurrent = False
         try:
             ready = self._children.start()[0]
@@ -149,9 +163,11 @@ class SessionPool:
             self.close()
             raise self._load_error(lost) from None
 
-    def session(self, sample_id: str, task: EnvironmentContext) -> EnvironmentSession:
-        """Return the session of a sample, not yet set up."""
-        return EnvironmentSession(self, sample_id, task)
+    def session(
+        self, sample_id: str, task: EnvironmentContext, *, runs_alone: bool = False
+    ) -> EnvironmentSession:
+        """Return the session of a sample, not yet set up; `runs_alone` in a process of its own."""
+        return EnvironmentSession(self, sample_id, task, runs_alone=runs_alone)
 
     def close(self) -> None:
         """Close all sessions and processes."""
@@ -165,12 +181,15 @@ class SessionPool:
             EpisodeFailed: The environment failed or is late.
             PoisonSample: Its messages are invalid.
         """
+        if session.runs_alone:
+            session.slot = await self._lone_slots.get()
         await self._free.acquire()
         session.holds_slot = True
         task = session.task
-        slot = min(range(len(self._num_sessions)), key=self._num_sessions.__getitem__)
-        session.number, session.slot = next(self._numbers), slot
-        self._num_sessions[slot] += 1
+        session.number = next(self._numbers)
+        if not session.runs_alone:
+            session.slot = min(range(len(self._num_sessions)), key=self._num_sessions.__getitem__)
+            self._num_sessions[session.slot] += 1
         files = await self._fetch(task) if self._takes_files else []
         question = {
             "op": "open",
@@ -197,12 +216,16 @@ class SessionPool:
         """Close a session and free its slot; a failure is logged."""
         try:
             if session.slot is not None:
-                self._num_sessions[session.slot] -= 1
-                if not session.is_lost:
+                if not session.runs_alone:
+                    self._num_sessions[session.slot] -= 1
+                if session.number and not session.is_lost:
                     await self._request(session, {"op": "close"})
-        except (EpisodeFailed, PoisonSample) as error:
+        except (EpisodeFailed, PoisonSample, SessionLost) as error:
             log.warning("session.close_failed", sample_id=session.sample_id, error=str(error))
         finally:
+            if session.runs_alone and session.slot is not None:
+                self._lone_slots.put_nowait(session.slot)
+                session.slot = None
             if session.holds_slot:
                 session.holds_slot = False
                 self._free.release()
@@ -215,7 +238,8 @@ class SessionPool:
     ) -> Reply:
         stage = question["op"]
         where = f"{self.name}, {stage}, sample {session.sample_id}"
-        answer = self._children.call(
+        children = self._lone_children if session.runs_alone else self._children
+        answer = children.call(
             {**question, "session": session.number},
             files,
             seconds=self._seconds(stage),
@@ -226,8 +250,11 @@ class SessionPool:
             reply = await asyncio.wrap_future(answer)
         except ChildLost as lost:
             session.is_lost = True
-            raise self._episode_error(lost, where, stage) from None
+            raise self._read_loss(session, lost, where, stage) from None
         session.child = reply.child
+        if "late" in reply.head:
+            text = f"{where}: {reply.head['late']}"
+            raise _blame(session, text, is_late_turn=stage == "step")
         _check_answer(reply, where)
         return reply
 
@@ -239,12 +266,18 @@ class SessionPool:
     def _load_error(self, lost: ChildLost) -> ConfigError:
         return lost.as_load_error(f"{self.name}: its process", see="environment.memory_bytes")
 
-    def _episode_error(self, lost: ChildLost, where: str, stage: str) -> EpisodeFailed:
+    def _read_loss(
+        self, session: EnvironmentSession, lost: ChildLost, where: str, stage: str
+    ) -> EpisodeFailed | EpisodeLate | SessionLost:
+        """Return the error of a session that was lost with its process."""
         if not lost.was_loaded:
             return EpisodeFailed(str(self._load_error(lost)))
+        text = f"{where}: its process {lost.describe('')}, and with it the session"
         if lost.kind == "late":
-            return EpisodeFailed(f"{where}: {lost.describe('environment.' + DEADLINES[stage])}")
-        return EpisodeFailed(f"{where}: its process {lost.describe('')}, and with it the session")
+            text = f"{where}: {lost.describe('environment.' + DEADLINES[stage])}"
+        if lost.kind == "state_lost":
+            return SessionLost(text, is_suspect=False)
+        return _blame(session, text, is_late_turn=lost.is_late and stage == "step")
 
     async def _fetch(self, task: EnvironmentContext) -> list[bytes]:
         references = list_message_media(task.messages)
@@ -270,17 +303,33 @@ class SessionPool:
 
     async def _close_children(self) -> None:
         seconds = self._environment.timeout_seconds + 1.0
-        await asyncio.to_thread(self._children.close, exit_seconds=seconds)
+        for children in (self._children, self._lone_children):
+            await asyncio.to_thread(children.close, exit_seconds=seconds)
 
 
-def _build_children(config: RunConfig) -> ChildPool:
+def _blame(
+    session: EnvironmentSession, text: str, *, is_late_turn: bool
+) -> EpisodeFailed | EpisodeLate | SessionLost:
+    """Return the error of a session that was under way when it, or its process, was lost.
+
+    Args:
+        session: In a process of its own, the fault is known to be its own.
+        text: What happened.
+        is_late_turn: Whether it was late with its answer to a turn of the policy.
+    """
+    if not session.runs_alone:
+        return SessionLost(text, is_suspect=True)
+    return EpisodeLate(text) if is_late_turn else EpisodeFailed(text)
+
+
+def _build_children(config: RunConfig, *, size: int) -> ChildPool:
     environment = config.environment
     entry_point, addresses = choose_entry_point(environment)
     return ChildPool(
         ChildSettings(
             entry_point=entry_point,
             setup=build_setup(config),
-            size=environment.processes,
+            size=size,
             silent_seconds=SILENT_SECONDS,
             keeps_state=True,
             ports=list_ports(addresses),
@@ -311,7 +360,7 @@ def _check_answer(reply: Reply, where: str) -> None:
     """Refuse the answer of a session that is an error.
 
     Raises:
-        EpisodeFailed: The environment failed or was late.
+        EpisodeFailed: The environment failed.
         PoisonSample: Its reply is invalid.
     """
     if "failed" in reply.head:

@@ -8,9 +8,10 @@
     poll   <-- the finished sample -------------  the driver has ended
 
 The engine is used by the polling thread only. An episode that fails for another reason than the
-policy's is begun again, `environment.attempts` times in all; then its sample fails, and with it its
-prompt group, which becomes a dead letter: it is never scored. An aborted sample keeps its turns if
-its driver can continue them in another worker; else it is begun again there.
+policy's is begun again, `environment.attempts` times in all; then its sample fails. One that was
+lost with a process that it shared uses no attempt: it begins again alone if it may have caused the
+loss, or has been lost often. An aborted sample keeps its turns if its driver can continue them in
+another worker; else it is begun again there.
 """
 
 from __future__ import annotations
@@ -36,12 +37,22 @@ from relax_events.episodes.call_engine import CallEngine, EngineCall
 from relax_events.episodes.render_queue import RenderQueue
 from relax_events.episodes.sample import abort_sample, build_empty_sample, finish_sample
 from relax_events.episodes.session import Session, SessionBounds
-from relax_events.errors import EngineFailed, EpisodeFailed, ObjectError, PoisonSample
+from relax_events.errors import (
+    EngineFailed,
+    EpisodeFailed,
+    EpisodeLate,
+    ObjectError,
+    PoisonSample,
+    RelaxError,
+    SessionLost,
+)
 from relax_events.events.parts import FinishReason
 from relax_events.runtime.loop_thread import LoopThread
 from relax_events.telemetry.component_metrics import EpisodeMetrics
 
 log = structlog.get_logger()
+MAX_LOSSES = 3
+"""An episode that lost its session so often with a shared process runs alone."""
 
 
 class Driver(Protocol):
@@ -71,7 +82,8 @@ class Driver(Protocol):
         """Sample the turns of a session up to its end.
 
         Raises:
-            EpisodeFailed, EngineFailed: The episode is to be begun again.
+            EpisodeFailed, EngineFailed, SessionLost: The episode is to be begun again.
+            EpisodeLate: The policy's turn was too slow for its program or environment.
             PoisonSample, ObjectError: The sample fails.
         """
         ...
@@ -95,6 +107,43 @@ class Episode:
     def name(self) -> str:
         """The sample's id."""
         return self.sample.sample_id
+
+
+@dataclass(slots=True)
+class AttemptBudget:
+    """The attempts of an episode.
+
+    Attributes:
+        size: How many failures of its own end it.
+        num_failures: Its own so far.
+        num_losses: How often it was lost with a process that it shared.
+        runs_alone: Whether it shares no process from now on.
+    """
+
+    size: int
+    num_failures: int = 0
+    num_losses: int = 0
+    runs_alone: bool = False
+
+    @property
+    def is_used(self) -> bool:
+        """Whether no attempt is left."""
+        return self.num_failures >= self.size
+
+    def count(self, error: EpisodeFailed | EngineFailed | SessionLost) -> str:
+        """Count the end of an attempt; return its outcome."""
+        if isinstance(error, SessionLost) and not self.runs_alone:
+            self.num_losses += 1
+            self.runs_alone = error.is_suspect or self.num_losses >= MAX_LOSSES
+            return "alone" if self.runs_alone else "disturbed"
+        self.num_failures += 1
+        return "failed" if self.is_used else "begun_again"
+
+    def describe(self) -> str:
+        """Return which attempt has ended."""
+        if self.num_failures:
+            return f"attempt {self.num_failures} of {self.size}"
+        return "begun again alone" if self.runs_alone else "begun again without using an attempt"
 
 
 class EpisodeEngine(CallEngine):
@@ -217,27 +266,49 @@ class EpisodeEngine(CallEngine):
         self._ended.append(episode)
         self._put(None)
 
-    def _open_session(self, request: GenerationRequest, sample: SampleRequest) -> Session:
+    def _open_session(
+        self, request: GenerationRequest, sample: SampleRequest, *, runs_alone: bool = False
+    ) -> Session:
         return self._driver.session_type(
-            request, sample, self._bounds, self._renderer, self._queue, self.generate
+            request,
+            sample,
+            self._bounds,
+            self._renderer,
+            self._queue,
+            self.generate,
+            runs_alone=runs_alone,
         )
 
     async def _run(self, episode: Episode) -> GeneratedSample:
-        """Run an episode up to its end, or until the attempts are used."""
+        """Run an episode up to its end, or until the attempts are used. An unforeseen error of a
+        driver ends its sample alone.
+        """
         episode.task = asyncio.current_task()
-        name, attempts = episode.name, self._config.environment.attempts
-        for attempt in range(1, attempts + 1):
-            try:
-                return await self._run_attempt(episode.session)
-            except (EpisodeFailed, EngineFailed) as error:
-                problem = f"episode {name}, attempt {attempt} of {attempts}: {error}"
-                log.warning("episode.failed", sample_id=name, error=problem)
-                self._metrics.count_episode("failed" if attempt == attempts else "begun_again")
-                episode.session = self._open_session(episode.request, episode.sample)
-            except (PoisonSample, ObjectError) as error:
-                problem = str(error)
-                break
-        return build_empty_sample(episode.request, name, FinishReason.ERROR, error=problem)
+        problem, budget = "", AttemptBudget(self._config.environment.attempts)
+        try:
+            while not budget.is_used:
+                try:
+                    return await self._run_attempt(episode.session)
+                except (EpisodeFailed, EngineFailed, SessionLost) as error:
+                    outcome = budget.count(error)
+                    problem = f"episode {episode.name}, {budget.describe()}: {error}"
+                log.warning("episode.failed", sample_id=episode.name, error=problem)
+                self._metrics.count_episode(outcome)
+                episode.session = self._open_session(
+                    episode.request, episode.sample, runs_alone=budget.runs_alone
+                )
+        except (PoisonSample, ObjectError) as error:
+            problem = str(error)
+        except EpisodeLate as error:
+            problem = str(error)
+            self._metrics.count_episode("late")
+        except RelaxError:
+            raise  # of the worker, such as an object store that is away
+        except Exception as error:
+            problem = f"episode {episode.name}: unforeseen {error!r}"
+            log.exception("episode.broken", sample_id=episode.name)
+            self._metrics.count_episode("failed")
+        return build_empty_sample(episode.request, episode.name, FinishReason.ERROR, error=problem)
 
     async def _run_attempt(self, session: Session) -> GeneratedSample:
         await self._driver.drive(session)

@@ -19,6 +19,7 @@ from relax_events.environments.session_pool import (
 )
 from relax_events.episodes.graph import path_messages
 from relax_events.episodes.session import Session, SessionLimit
+from relax_events.errors import EpisodeLate
 from relax_events.events.parts import FinishReason
 
 
@@ -74,14 +75,23 @@ class StatefulDriver:
 
     async def drive(self, session: Session) -> None:
         """See `Driver`: the last turn of the bounds is answered too, for its reward."""
-        environment = self._pool.session(session.sample.sample_id, session.context)
+        environment = self._pool.session(
+            session.sample.sample_id, session.context, runs_alone=session.runs_alone
+        )
         rewards: list[float | None] = []
         try:
             await self._open(session, await asyncio.wrap_future(environment.open()))
             with suppress(SessionLimit):
                 await self._play(session, environment, rewards)
+        except EpisodeLate:
+            self._keep_rewards(session, [*rewards, None])
+            raise
         finally:
             environment.close()
+        self._keep_rewards(session, rewards)
+
+    def _keep_rewards(self, session: Session, rewards: Sequence[float | None]) -> None:
+        """Record the rewards of the turns, 0 for those without any, if any turn has one."""
         was_cut_off = session.graph.nodes[0].sample.finish_reason is not FinishReason.STOP
         if any(reward is not None for reward in rewards) or (self._may_reward and was_cut_off):
             session.rewards = tuple(reward or 0.0 for reward in rewards)

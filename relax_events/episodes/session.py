@@ -111,6 +111,7 @@ class Session:
         queue: The threads that render.
         generate: Samples a turn.
         has_new_prompt: Whether the prompt is not that of the prompt group.
+        runs_alone: Whether its environment shares no process with others.
         graph: The turns.
         limit: The first bound that was met.
         error: Why the last turn failed; empty if it did not.
@@ -126,6 +127,7 @@ class Session:
     queue: RenderQueue
     generate: Generate
     has_new_prompt: bool = False
+    runs_alone: bool = False
     graph: MessageGraph = field(default_factory=MessageGraph)
     limit: Limit | None = None
     error: str = ""

@@ -120,8 +120,10 @@ class EpisodeMetrics:
         self._role = role
         self._attempts = Counter(
             "relax_episode_attempts_total",
-            "Attempts of episodes: finished, begun_again after a failure of environment, program "
-            "or engine, or failed as the last of the budget.",
+            "Attempts of episodes: finished, late by a turn of the policy, begun_again after a "
+            "failure of environment, program or engine, or failed as the last of the budget. Lost "
+            "with a process that others share, which uses no attempt: disturbed, or alone, where "
+            "it may be the cause and begins again in a process of its own.",
             ["role", "outcome"],
             registry=registry,
         )
@@ -138,7 +140,7 @@ class EpisodeMetrics:
             ["role", "reason"],
             registry=registry,
         )
-        for outcome in ("finished", "begun_again", "failed"):
+        for outcome in ("finished", "late", "begun_again", "failed", "disturbed", "alone"):
             self._attempts.labels(role, outcome)
 
     def count_episode(self, outcome: str) -> None:

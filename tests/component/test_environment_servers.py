@@ -23,7 +23,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.interfaces.openenv import build_url
 from relax_events.environments.session_pool import EnvironmentSession, SessionPool
-from relax_events.errors import ConfigError, EpisodeFailed
+from relax_events.errors import ConfigError, EpisodeFailed, EpisodeLate, SessionLost
 from relax_events.events.parts import ChatMessage
 from relax_events.http.server import open_listener
 from tests.environment_pools import pool_of
@@ -246,9 +246,32 @@ def test_openenv_mistake_of_the_policy_is_answered_and_a_failing_server_fails_th
         assert texts(result_of(session.step('{"message": "a"}'))) == ["a 1"]
         with pytest.raises(EpisodeFailed, match="EXECUTION_ERROR: it broke"):
             result_of(session.step('{"message": "crash"}'))
-        with pytest.raises(EpisodeFailed, match=r"took longer than 1 s \(environment.timeout"):
-            result_of(session.step('{"message": "hang"}'))
         session.close()
+
+
+def test_openenv_session_that_is_late_ends_alone_and_is_known_once_it_runs_alone(
+    tmp_path: Path,
+) -> None:
+    server = EchoServer()
+    text = r"took longer than 1 s \(environment.timeout_seconds\)"
+    settings = {"interface": "openenv", "options": {"text_field": "text", "actions": "json"}}
+    with (
+        server.running() as address,
+        pool_of(tmp_path, address=address, timeout_seconds=1.0, **settings) as pool,
+    ):
+        session, neighbour = session_of(pool), session_of(pool, "g0/1")
+        result_of(session.open())
+        result_of(neighbour.open())
+        with pytest.raises(SessionLost, match=text) as caught:
+            result_of(session.step('{"message": "hang"}'))
+        assert caught.value.is_suspect
+        assert texts(result_of(neighbour.step('{"message": "a"}'))) == ["a 1"]
+        again = pool.session(session.sample_id, session.task, runs_alone=True)
+        result_of(again.open())
+        with pytest.raises(EpisodeLate, match=text):
+            result_of(again.step('{"message": "hang"}'))
+        for one in (session, neighbour, again):
+            one.close()
 
 
 def test_openenv_server_that_is_gone_fails_the_episode(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ what happens when an environment fails.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from relax_events.engines.protocol import EnvironmentContext, GeneratedSample, G
 from relax_events.environments.session_pool import SessionPool
 from relax_events.episodes.engine import EpisodeEngine
 from relax_events.episodes.environment_drivers import StatefulDriver
+from relax_events.episodes.session import Session
 from relax_events.errors import ConfigError
 from relax_events.events.parts import FinishReason
 from relax_events.media.library import MediaLibrary
@@ -186,8 +188,60 @@ def test_episode_is_begun_again_when_its_environment_fails(tmp_path: Path, how: 
         assert all(sample.finish_reason is FinishReason.STOP for sample in ended.values())
         assert all(sample.environment_rewards == (0.5, 1.0) for sample in ended.values())
         assert one.attempts("finished") == 3
-        assert one.attempts("begun_again") in (1, 2, 3)  # others shared the process
+        assert one.attempts("begun_again") == (1 if how == "raises" else 0)
+        assert one.attempts("alone") == (0 if how == "raises" else 1)
     assert len(list(tmp_path.glob("closed-*"))) >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "problem", "num_alone", "num_failures"),
+    [
+        ("Misbehaving", "hangs", "took longer than 3 s (environment.timeout_seconds)", 1, 0),
+        ("Misbehaving", "dies", "attempt 3 of 3", 1, 3),
+        ("Misbehaving", "raises", "attempt 3 of 3", 0, 3),
+        ("Misbehaving", "floods", "at most 4194304 bytes", 0, 0),
+        ("Misbehaving", "slows", "", 0, 0),
+        ("AsyncMisbehaving", "waits", "took longer than 3 s (environment.timeout_seconds)", 1, 0),
+        ("AsyncMisbehaving", "hangs", "", None, 0),
+    ],
+)
+def test_session_that_misbehaves_costs_itself_alone(
+    tmp_path: Path, name: str, how: str, problem: str, num_alone: int | None, num_failures: int
+) -> None:
+    with conversation(tmp_path, "gymnasium", name, timeout_seconds=3.0) as one:
+        metadata = json.dumps({"options": {"how": how}})
+        guilty = one.request("g0", num_samples=1, metadata=metadata)
+        ended = one.finish(guilty, one.request("g1", num_samples=7))
+        sample = ended.pop("g0/0")
+        assert problem in sample.error
+        assert (sample.finish_reason is FinishReason.STOP) == (how == "slows")
+        assert {each.finish_reason for each in ended.values()} == {FinishReason.STOP}
+        assert {each.environment_rewards for each in ended.values()} == {(0.5, 1.0, 1.5)}
+        spent = (one.attempts("begun_again") or 0) + (one.attempts("failed") or 0)
+        assert spent == num_failures, "the guilty one's own"
+        if num_alone is not None:
+            assert one.attempts("alone") == num_alone
+
+
+def test_unforeseen_error_of_a_driver_costs_its_sample_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with conversation(tmp_path, "gymnasium", "Guess") as one:
+        drive = one.engine._driver.drive
+
+        async def drive_most(session: Session) -> None:
+            if session.sample.sample_id == "g0/0":
+                raise KeyError("odd")
+            await drive(session)
+
+        monkeypatch.setattr(one.engine._driver, "drive", drive_most)
+        ended = one.finish(one.request())
+        sample = ended.pop("g0/0")
+        assert (sample.finish_reason, "KeyError('odd')" in sample.error) == (
+            FinishReason.ERROR,
+            True,
+        )
+        assert {each.finish_reason for each in ended.values()} == {FinishReason.STOP}
 
 
 def test_episode_fails_without_a_reward_after_its_last_attempt(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from relax_events.confinement.entry_points import PLAYED, find_environment
 from relax_events.engines.protocol import EnvironmentContext
 from relax_events.environments.pool import EnvironmentPool
 from relax_events.environments.session_pool import SessionPool
-from relax_events.errors import EpisodeFailed, PoisonSample
+from relax_events.errors import EpisodeFailed, EpisodeLate, PoisonSample, SessionLost
 from relax_events.events.parts import ChatMessage
 
 FUNCTIONS = ("zoom", "search", "deepeyes")
@@ -30,6 +30,7 @@ SECONDS = 60.0
 TIMEOUT_SECONDS = 10.0
 SECRETS = ("TOPSECRET", "root:")
 """Contents of files outside: no reply has them."""
+SAMPLE_FAILURES = (EpisodeFailed, EpisodeLate, PoisonSample, SessionLost)
 TOOL = '<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
 Ask = Callable[[str, Any], str]
 """Takes a completion and metadata, and returns the reply's text; raises a failed sample."""
@@ -89,7 +90,7 @@ def _ask(ask: Ask, completion: str, metadata: Any) -> str:
     """Play a turn: its sample may fail, and a reply has nothing of a file."""
     try:
         reply = ask(completion, metadata)
-    except (PoisonSample, EpisodeFailed):
+    except SAMPLE_FAILURES:
         return HELD
     except TimeoutError:
         return "the sample hangs"

@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from relax_events.attacks.attacked_run import build_attacked_run
-from relax_events.attacks.doors.environments import play_session
+from relax_events.attacks.doors.environments import SAMPLE_FAILURES, play_session
 from relax_events.attacks.environment_server import HUGE, RAW, WELL, HostileServer
 from relax_events.attacks.servers import file_observations, wrong_observations
 from relax_events.attacks.suite import HELD, Assault, Attack, NotPossible
 from relax_events.attacks.targets import Targets
 from relax_events.confinement.entry_points import SERVER_SESSIONS
 from relax_events.environments.session_pool import SessionPool
-from relax_events.errors import EpisodeFailed, PoisonSample
 
 RAW_MESSAGES = ("", "{", "[]", "5", '"a"', "{}", '{"data": 5}', '{"data": []}', "\x00")
 TIMEOUT_SECONDS = 20.0
@@ -69,7 +68,7 @@ def _fail(pool: SessionPool, action: str) -> str:
     """The sample fails, and the next session of the same child plays."""
     try:
         reply = play_session(pool, action, {})
-    except (EpisodeFailed, PoisonSample) as error:
+    except SAMPLE_FAILURES as error:
         return "the error holds a file" if "TOPSECRET" in str(error) else _expect_well(pool)
     except TimeoutError:
         return "the session hangs"
@@ -79,7 +78,7 @@ def _fail(pool: SessionPool, action: str) -> str:
 def _expect_well(pool: SessionPool) -> str:
     try:
         reply = play_session(pool, WELL, {})
-    except (EpisodeFailed, PoisonSample, TimeoutError) as error:
+    except (*SAMPLE_FAILURES, TimeoutError) as error:
         return f"an honest session failed: {error}"
     return HELD if reply == WELL else f"an honest session got {reply[:100]!r}"
 
@@ -100,7 +99,7 @@ def _open(address: str, interface: str) -> str:
     with _open_pool(address, interface) as pool:
         try:
             play_session(pool, WELL, {})
-        except (EpisodeFailed, PoisonSample):
+        except SAMPLE_FAILURES:
             return HELD
     return "the session began"
 
