@@ -113,7 +113,8 @@ class EnvironmentConfig(Section):
     """Deadline for the start of an episode: for the set-up of a session with its first observation,
     or for a program's first call of the model (`command`)."""
     episode_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 900.0
-    """Deadline of a program after that (`command`)."""
+    """Deadline of a program after that (`command`), without the time in which its calls wait for
+    the policy."""
     attempts: Annotated[Positive, free("how often a failed episode is begun again")] = 3
     """How often an episode is begun in all if its program or session fails or is late, its program
     calls no model, or the engine fails. After the last attempt the prompt becomes a dead letter,

@@ -209,10 +209,17 @@ def test_late_programs_fail_by_stage(tmp_path: Path) -> None:
         begin(engine)
         (late,) = finish(engine)
     assert "did not call the model within 0.5 s (environment.start_seconds)" in late.error
-    body = "say(messages, max_tokens=2); time.sleep(60)"
-    with episodes(tmp_path, body, attempts=1, episode_seconds=0.5) as engine:
+    mark = tmp_path / "attempts"
+    body = f"""
+with open({str(mark)!r}, "a") as file:
+    file.write("x")
+say(messages, max_tokens=2)
+time.sleep(60)
+"""
+    with episodes(tmp_path, body, attempts=3, episode_seconds=0.5) as engine:
         begin(engine)
         (slow,) = finish(engine)
+    assert mark.read_text() == "x", "a program has a process of its own"
     assert "took longer than 0.5 s (environment.episode_seconds)" in slow.error
 
 

@@ -9,7 +9,9 @@ sample fits the bounds of the sample; others wait.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from relax_events.api.drivers import (
@@ -32,12 +34,49 @@ from relax_events.packages.gateway.session_media import SessionMedia
 from relax_events.packages.gateway.tool_calls import parse_reply
 
 
+class OwnClock:
+    """The time of a program without the time in which a call of it waits for the policy.
+
+    Attributes:
+        runs: Set while no call waits.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Start at 0; `now` in seconds."""
+        self._now, self._started = now, now()
+        self._num_calls, self._stopped, self._waited = 0, 0.0, 0.0
+        self.runs = asyncio.Event()
+        self.runs.set()
+
+    @property
+    def seconds(self) -> float:
+        """The program's own time."""
+        now = self._now() if self.runs.is_set() else self._stopped
+        return now - self._started - self._waited
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop it during a call; several may run at the same time."""
+        if not self._num_calls:
+            self._stopped = self._now()
+            self.runs.clear()
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if not self._num_calls:
+                self._waited += self._now() - self._stopped
+                self.runs.set()
+
+
 @dataclass(slots=True, eq=False)
 class ChatSession(Session):
     """See the module's docstring. It is used in one event loop.
 
     Attributes:
         first_call: Set when the program calls the model.
+        clock: The program's own time.
         answers: Conversations that a later call may refer to by the name of their last answer.
         num_refused: Calls that were refused for their content.
         media: The media files of its messages; None if the policy reads text only.
@@ -48,6 +87,7 @@ class ChatSession(Session):
     num_refused: int = 0
     media: SessionMedia | None = None
     first_call: asyncio.Event = field(default_factory=asyncio.Event)
+    clock: OwnClock = field(default_factory=OwnClock)
 
     @property
     def read_part(self) -> PartReader:
@@ -88,14 +128,15 @@ class ChatSession(Session):
             ObjectError, StoreUnavailable: The media of the messages can't be stored or loaded.
         """
         self.first_call.set()
-        self._require_open()
-        messages = await self._resolve(messages)
-        if text := self._describe_excess(messages, tools):
-            raise self._meet(Limit.CONTEXT, text)
-        turn = replace(await self._prepare(messages, tools), max_calls=max_calls)
-        async with self.begin_turn(turn, max_tokens=max_tokens) as request:
-            media = await self._load_media(turn.continuation)
-            return await self.sample_prepared(turn, replace(request, media=media))
+        with self.clock.stopped():
+            self._require_open()
+            messages = await self._resolve(messages)
+            if text := self._describe_excess(messages, tools):
+                raise self._meet(Limit.CONTEXT, text)
+            turn = replace(await self._prepare(messages, tools), max_calls=max_calls)
+            async with self.begin_turn(turn, max_tokens=max_tokens) as request:
+                media = await self._load_media(turn.continuation)
+                return await self.sample_prepared(turn, replace(request, media=media))
 
     async def count_tokens(self, messages: Sequence[ChatMessage], *, tools: str = "") -> int:
         """Return how many tokens the policy would read.

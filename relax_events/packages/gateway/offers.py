@@ -72,7 +72,8 @@ class SessionOffers:
         Returns:
             The harness's reward; None if it gave none.
         Raises:
-            EpisodeFailed: The harness is late, or says that it failed.
+            EpisodeFailed: The harness says that it failed, or is late before a turn of the policy.
+            EpisodeLate: It is late after a turn of the policy.
         """
         offer = Offer(session, key, task)
         try:
@@ -80,7 +81,7 @@ class SessionOffers:
                 self._waiting[key] = offer
                 self._changed.notify()
             await offer.taken.wait()
-            await wait_for_end(offer.ended, self.limits, session.first_call, who="the harness")
+            await wait_for_end(offer.ended, self.limits, session, who="the harness")
             return offer.ended.result()
         finally:
             offer.ended.cancel()

@@ -10,14 +10,15 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_events.api.errors import EpisodeFailed
+from relax_events.api.errors import EpisodeFailed, EpisodeLate
 from relax_events.api.events import format_json
 from relax_events.confinement.variables import build_child_environment
+from relax_events.packages.gateway.chat_session import ChatSession
 from relax_events.packages.gateway.program_guard import FOLDER_PREFIX
 
 GUARD = Path(__file__).with_name("program_guard.py")
@@ -37,7 +38,7 @@ class ProgramLimits:
 
     Attributes:
         start_seconds: From its start to its first call of the model.
-        episode_seconds: From its start to its end.
+        episode_seconds: From then to its end, without the time in which it waits for the policy.
         memory_bytes: Address space of each of its processes.
     """
 
@@ -52,8 +53,7 @@ async def run_program(
     task: Mapping[str, Any],
     variables: Mapping[str, str],
     limits: ProgramLimits,
-    first_call: asyncio.Event,
-    accepts_failure: Callable[[], bool],
+    session: ChatSession,
 ) -> None:
     """Run a program until it ends by itself; nothing of it is left after the call.
 
@@ -63,11 +63,11 @@ async def run_program(
         variables: Environment variables of the program, in addition to the harmless variables of
             this process.
         limits: Deadlines and memory.
-        first_call: Set when the program calls the model.
-        accepts_failure: Whether an exit code other than 0 counts as an end: the program met a bound
-            of the sample.
+        session: Of its calls. If they met a bound of the sample, any exit code is an end.
     Raises:
-        EpisodeFailed: It can't be started, is late, or fails; the text has the end of its output.
+        EpisodeFailed: It can't be started, fails, or is late before a turn of the policy; the text
+            has the end of its output.
+        EpisodeLate: It is late after a turn of the policy.
     """
     with locked_folder() as folder:
         name = str(folder)
@@ -97,11 +97,11 @@ async def run_program(
             )
         ended = asyncio.ensure_future(process.wait())
         try:
-            await wait_for_end(ended, limits, first_call, who="it")
+            await wait_for_end(ended, limits, session, who="it")
         finally:
             ended.cancel()
             await _end(process)
-        if process.returncode and not accepts_failure():
+        if process.returncode and session.limit is None:
             raise EpisodeFailed(f"exited with {process.returncode}: {_tail(output)}")
 
 
@@ -138,37 +138,47 @@ def delete_abandoned_folders() -> int:
 
 
 async def wait_for_end(
-    ended: asyncio.Future[Any], limits: ProgramLimits, first_call: asyncio.Event, *, who: str
+    ended: asyncio.Future[Any], limits: ProgramLimits, session: ChatSession, *, who: str
 ) -> None:
     """Wait for the end of a program.
 
     Args:
         ended: Done when the program has ended.
         limits: Its deadlines, which begin now.
-        first_call: Set when it calls the model.
+        session: Of its calls.
         who: The program, for errors.
     Raises:
-        EpisodeFailed: It is late.
+        EpisodeFailed: It is late, and the policy had no turn.
+        EpisodeLate: It is late after a turn of the policy.
     """
-    called = asyncio.ensure_future(first_call.wait())
-    try:
-        done, _ = await asyncio.wait(
-            [ended, called],
-            timeout=limits.start_seconds,
-            return_when=asyncio.FIRST_COMPLETED,
+    if not await _wait(ended, session.first_call, seconds=limits.start_seconds):
+        raise EpisodeFailed(
+            f"{who} did not call the model within {limits.start_seconds:g} s "
+            "(environment.start_seconds)"
         )
-        if not done:
-            raise EpisodeFailed(
-                f"{who} did not call the model within {limits.start_seconds:g} s "
-                "(environment.start_seconds)"
-            )
-        if not (await asyncio.wait([ended], timeout=limits.episode_seconds))[0]:
-            raise EpisodeFailed(
-                f"{who} took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
-            )
+    clock = session.clock
+    end = clock.seconds + limits.episode_seconds
+    while not ended.done():
+        if (left := end - clock.seconds) <= 0:
+            text = f"took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
+            raise (EpisodeLate if session.graph.nodes else EpisodeFailed)(f"{who} {text}")
+        if clock.runs.is_set():
+            await asyncio.wait([ended], timeout=left)
+        else:
+            await _wait(ended, clock.runs)
+
+
+async def _wait(
+    ended: asyncio.Future[Any], event: asyncio.Event, *, seconds: float | None = None
+) -> bool:
+    """Wait for the end of a program, or an event; return whether one came within a time."""
+    came = asyncio.ensure_future(event.wait())
+    try:
+        one_of = asyncio.FIRST_COMPLETED
+        return bool((await asyncio.wait([ended, came], timeout=seconds, return_when=one_of))[0])
     finally:
-        called.cancel()
-        await asyncio.gather(called, return_exceptions=True)
+        came.cancel()
+        await asyncio.gather(came, return_exceptions=True)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

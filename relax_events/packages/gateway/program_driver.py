@@ -90,7 +90,9 @@ class ProgramDriver:
         """See `Driver`: up to the end of the program.
 
         Raises:
-            EpisodeFailed: It fails, or is late, or the object store does not respond.
+            EpisodeFailed: It fails, is late before a turn of the policy, or the object store does
+                not respond.
+            EpisodeLate: It is late after a turn of the policy.
             MediaError, ObjectError: A media file of the row is missing.
         """
         assert isinstance(session, ChatSession), "the driver's type"
@@ -135,8 +137,7 @@ class ProgramDriver:
                 "ANTHROPIC_MODEL": name,
             },
             limits=self._limits,
-            first_call=session.first_call,
-            accepts_failure=lambda: session.limit is not None,
+            session=session,
         )
 
     def _serve(self, index: int) -> GatewayServer:
