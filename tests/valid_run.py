@@ -14,8 +14,15 @@ from event_samples import changed, committed, ended, issued, published, ready, r
 from small_settings import small_run
 
 from relax_events.events.generations import mark_generation
-from relax_events.events.parts import Outcome, SampleEvent, TopicOffset, VersionSegment
+from relax_events.events.parts import (
+    FinishReason,
+    Outcome,
+    SampleEvent,
+    TopicOffset,
+    VersionSegment,
+)
 from relax_events.events.types import Event, SampleRolledOut
+from relax_events.history.ledger_advantages import RecordedAdvantages, choose_settings
 from relax_events.projections.ledger import Ledger
 from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan, compute_shard
@@ -43,6 +50,13 @@ SETTINGS: dict[str, Any] = {
         "queue_partitions": 2,
     },
 }
+
+
+def recorded_advantages() -> RecordedAdvantages:
+    """Return a check of the advantages of valid runs."""
+    config = small_run(SETTINGS)
+    recorded = [(config.algorithm, config.engine.sampling.max_new_tokens)]
+    return RecordedAdvantages(choose_settings(recorded, is_this_release=True), None)
 
 
 class ValidRun:
@@ -93,6 +107,7 @@ class ValidRun:
 
     def ledger(self, **settings: Any) -> Ledger:
         """Return a ledger of these events."""
+        settings.setdefault("advantages", recorded_advantages())
         ledger = Ledger(MAX_STALENESS, **settings)
         for at, event in self.items():
             ledger.apply(event, at)
@@ -428,8 +443,11 @@ TAMPERINGS: dict[str, Tampering] = {
     "media than were generated": lambda run: run.change_sample(
         "advantage.samples", "000003-0000-0/0", temperature=0.5
     ),
+    "sample trained with advantages that its rewards don't give": lambda run: run.change_sample(
+        "advantage.samples", "000003-0000-0/0", advantages=np.array([0, 0, 0.5, 0.5], np.float32)
+    ),
     "samples of a trained prompt group are not those of its generation digest": lambda run: [
-        run.change_sample(entity, "000003-0000-0/0", loss_mask=np.array([0, 1, 1, 1], np.uint8))
+        run.change_sample(entity, "000003-0000-0/0", finish_reason=FinishReason.ABORT)
         for entity in ("rollout.samples", "advantage.samples")
     ].clear(),
     "trained offset holds another record than the train step says": _other_offset,
@@ -501,6 +519,9 @@ def refuse_sample(run: ValidRun, name: str, *, mean_reward: float) -> None:
     """Let a sample be trained without a reward, since its scoring failed."""
     run.change_sample("reward.scores", name, reward=None, error="no verdict")
     run.change_sample("advantage.samples", name, reward=None)
+    for index in range(SAMPLES_PER_PROMPT):  # the other is alone
+        other = f"{name.rpartition('/')[0]}/{index}"
+        run.change_sample("advantage.samples", other, advantages=np.zeros(4, np.float32))
     _end_at(run, name.rpartition("/")[0], mean_reward=mean_reward)
 
 
@@ -534,7 +555,10 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
             run.change_sample("advantage.samples", "000003-0000-0/1", reward=None),
             _end_at(run, "000003-0000-0", mean_reward=0.0),
         )[0],
-        {"sample trained with a reward that no score gives"},
+        {
+            "sample trained with a reward that no score gives",
+            "sample trained with advantages that its rewards don't give",
+        },
     ),
     "a refused sample with a reward": (
         lambda run: run.change_sample(
@@ -545,6 +569,22 @@ SEVERAL: dict[str, tuple[Tampering, set[str]]] = {
     "an end whose mean reward counts a refused sample": (
         lambda run: refuse_sample(run, "000003-0000-0/1", mean_reward=0.25),
         {"outcome of a prompt group contradicts its train step"},
+    ),
+    "another reward in the ready record": (
+        lambda run: (
+            run.change_sample("advantage.samples", "000003-0000-0/0", reward=0.75),
+            _end_at(run, "000003-0000-0", mean_reward=0.625),
+        )[0],
+        {
+            "sample trained with a reward that no score gives",
+            "sample trained with advantages that its rewards don't give",
+        },
+    ),
+    "other rewards by turn in the ready record": (
+        lambda run: run.change_sample(
+            "advantage.samples", "000003-0000-0/0", turn_rewards=np.array([0.0])
+        ),
+        {"sample trained with a reward that no score gives"},
     ),
     "an end with another mean reward": (
         lambda run: _end_at(run, "000003-0000-0", mean_reward=0.5),

@@ -7,6 +7,7 @@ The advantage role uses it, and so does a replay that computes new advantages. I
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
@@ -19,7 +20,9 @@ from relax_events.config import AlgorithmConfig
 from relax_events.config.algorithm_spec import resolve
 from relax_events.errors import ConfigError, RewardError
 from relax_events.events.immutable import immutable
-from relax_events.events.parts import REWARD_RANGE, is_reward
+from relax_events.events.parts import REWARD_RANGE, FinishReason, is_reward
+from relax_events.events.tensors import dense
+from relax_events.events.types import SampleReady
 
 MAX_LOG_RATIO = 20.0
 
@@ -55,6 +58,86 @@ class RewardedSample:
     def paths(self) -> list[slice]:
         """Where its paths lie in its arrays."""
         return path_slices(self.path_lengths, num_tokens=len(self.loss_mask))
+
+    @classmethod
+    def from_ready(cls, sample: SampleReady, algorithm: AlgorithmConfig) -> RewardedSample:
+        """Build it from a recorded sample, with the arrays that the algorithm needs.
+
+        Raises:
+            TypeError: One of them was not fetched from the object store.
+        """
+        policy = "actor_logprobs" if algorithm.old_logprobs == "actor" else "rollout_logprobs"
+        kl, teacher = algorithm.has_reward_kl, algorithm.has_distill_advantage
+
+        def read(name: str, *, is_needed: bool = True) -> NDArray[np.generic] | None:
+            values = getattr(sample, name) if is_needed else None
+            what = f"sample {sample.sample_id}: {name}"
+            return None if values is None else dense(values, what=what)
+
+        return cls(
+            sample_id=sample.sample_id,
+            reward=sample.reward,
+            components=sample.components,
+            loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
+            tokens=read("tokens", is_needed=bool(sample.path_lengths)),
+            path_lengths=sample.path_lengths,
+            policy_logprobs=read(policy, is_needed=kl or teacher),
+            ref_logprobs=read("ref_logprobs", is_needed=kl),
+            values=read("values", is_needed=algorithm.needs_critic),
+            teacher_logprobs=read("teacher_logprobs", is_needed=teacher),
+            is_truncated=sample.finish_reason is FinishReason.LENGTH,
+            is_late=sample.finish_reason is FinishReason.LATE,
+            turn_rewards=read("turn_rewards"),
+            token_rewards=read("token_rewards"),
+        )
+
+
+def list_advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
+    """Return the settings that recorded advantages depend on; without the trainer's own steps, such
+    as whitening.
+    """
+    kl = (
+        (
+            algorithm.kl_coefficient,
+            algorithm.kl_estimator,
+            algorithm.kl_limit,
+            algorithm.old_logprobs,
+        )
+        if algorithm.has_reward_kl
+        else ()
+    )
+    shaping = (
+        (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
+    )
+    excludes_truncated = algorithm.truncated_samples == "drop"
+    critic = (
+        algorithm.gamma,
+        algorithm.gae_lambda,
+        algorithm.length_adaptive_alpha,
+        algorithm.bootstrap_truncated,
+        algorithm.turn_gamma,
+    )
+    teacher = (
+        (algorithm.distill_coefficient, algorithm.old_logprobs)
+        if algorithm.has_distill_advantage
+        else ()
+    )
+    deviation = (
+        algorithm.baseline,
+        algorithm.normalise_std,
+        algorithm.std_correction if algorithm.normalise_std is not False else None,
+    )
+    return (
+        algorithm.name,
+        deviation,
+        algorithm.reward_weights,
+        algorithm.options,
+        excludes_truncated,
+        shaping,
+        kl,
+        critic,
+        teacher,
+    )
 
 
 class AdvantageEstimator:

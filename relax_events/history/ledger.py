@@ -26,6 +26,7 @@ from relax_events.events.types import (
     PromptGroupIssued,
     TrainStepCommitted,
 )
+from relax_events.history.ledger_advantages import RecordedAdvantages, list_recorded_settings
 from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.records import Record
@@ -137,6 +138,7 @@ class LedgerReader:
             (self._plan.parse_entity(topic), partition): self._spans[topic, partition][0]
             for topic, partition in [*self._queue, *self._samples]
         }
+        self._weights = StoredWeights(config)
         self._ledger = Ledger(
             config.run.max_staleness,
             first_version=config.first_version,
@@ -145,8 +147,10 @@ class LedgerReader:
             has_rewards=config.algorithm.has_rewards,
             purged=None if config.is_replay else PurgedRanges(self._plan, begins),
             is_replay=config.is_replay,
+            advantages=None
+            if config.is_replay
+            else RecordedAdvantages(list_recorded_settings(run_log), self._weights.store),
         )
-        self._weights = StoredWeights(config)
         self._source = _source_steps(run_log) if config.is_replay else iter(())
 
     def _list_sample_partitions(self) -> list[TopicPartition]:

@@ -31,6 +31,11 @@ class StoredWeights:
         except (ConfigError, ObjectError) as error:
             self._failure = str(error)
 
+    @property
+    def store(self) -> ObjectStore | None:
+        """The run's object store; None where it can't be opened."""
+        return self._store
+
     def apply(self, event: Event) -> None:
         """Record what was published or committed of a stored version."""
         if isinstance(event, PolicyVersionPublished) and self._is_stored(event.artifact):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from sys import intern
 from typing import Any
 
 from relax_events.errors import CorruptRecord
@@ -27,12 +28,14 @@ from relax_events.events.types import (
     TrainStepCommitted,
 )
 from relax_events.projections.ledger_facts import (
+    AdvantageCheck,
     Evidence,
     Generated,
     GroupFacts,
     Ready,
     StepFacts,
     Trained,
+    digest_reward_parts,
 )
 from relax_events.projections.ledger_findings import Finding, LedgerTotals, Rule
 from relax_events.projections.ledger_group_check import GroupCheck, check_slots
@@ -62,6 +65,7 @@ class Ledger:
         purged: What may be missing from the log; None where it has never been purged.
         is_replay: Whether the batches are those of a parent run: each step is compared with the
             parent's, whose own ledger checks the rest.
+        advantages: Computes advantages again; None to leave that out.
     """
 
     max_staleness: int
@@ -71,6 +75,7 @@ class Ledger:
     has_rewards: bool = True
     purged: PurgedRanges | None = None
     is_replay: bool = False
+    advantages: AdvantageCheck | None = None
     num_unreadable: int = 0
     _final: LedgerTotals = field(default_factory=LedgerTotals)
     _groups: dict[int, dict[str, GroupFacts]] = field(default_factory=dict)
@@ -96,6 +101,7 @@ class Ledger:
             self._evidence,
             self._group,
             self._parent_steps,
+            checks_advantages=self.advantages is not None,
         )
         self._group_check = GroupCheck(self.is_replay, self._evidence, self._sequence.consumed)
 
@@ -186,13 +192,13 @@ class Ledger:
         """
         external = self._groups.get(EXTERNAL, {})
         for name in [name for name in external if name in self._ended_external - open_ids]:
-            self._final.add(self._check_group(external.pop(name)))
+            self._drop_group(external.pop(name))
         self._ended_external = {name for name, group in external.items() if group.outcomes}
 
     def _finalize_step(self, step: int) -> None:
         groups = self._groups.pop(step)
         for group in groups.values():
-            self._final.add(self._check_group(group))
+            self._drop_group(group)
         self._final.findings.add_all(check_slots(groups))
         self._closed.add(step)
         while self._closed_below in self._closed:
@@ -249,11 +255,14 @@ class Ledger:
             is_usable = event.error is None and all(map(is_reward, event.components.values()))
             if event.reward is not None and is_usable and is_reward(event.reward):
                 group.rewards.setdefault(event.sample_id, set()).add(
-                    (event.key.generation_digest, event.reward)
+                    (intern(event.key.generation_digest), event.reward, digest_reward_parts(event))
                 )
         elif group is not None and isinstance(event, SampleReady):
             position = at.partition, at.offset, event.sample_id
             group.ready[position] = Ready.from_event(event, key=key, has_segments=self.has_rewards)
+            verdicts = self.advantages.add(event, position) if self.advantages else ()
+            for at_sample, verdict in verdicts:
+                group.ready[at_sample] = group.ready[at_sample]._replace(verdict=verdict)
 
     def _apply_outcome(self, event: PromptGroupEnded, at: TopicOffset) -> None:
         group = self._group(event.prompt_group_id)
@@ -297,6 +306,12 @@ class Ledger:
             self._final.findings.add(
                 Rule.TRAINED_BELOW_OFFSET, f"{what}, consumed up to {consumed} before {where}"
             )
+
+    def _drop_group(self, group: GroupFacts) -> None:
+        """Count a prompt group that is read completely."""
+        self._final.add(self._check_group(group))
+        if self.advantages is not None:
+            self.advantages.forget(group.group_id)
 
     def _check_group(self, group: GroupFacts) -> LedgerTotals:
         return self._group_check.check(

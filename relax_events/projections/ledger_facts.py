@@ -6,15 +6,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import sha256
 from sys import intern
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from relax_events.events.generations import describe_trajectory
+from relax_events.events.generations import (
+    DIGEST_BYTES,
+    compute_array_digest,
+    describe_trajectory,
+)
 from relax_events.events.parts import SampleOutcome
 from relax_events.events.types import (
     PromptGroupEnded,
     SampleReady,
     SampleRolledOut,
+    SampleScored,
     TrainStepCommitted,
 )
 from relax_events.projections.purged_ranges import PurgedRanges
@@ -23,6 +30,39 @@ from relax_events.topics.names import ROLLOUT_SAMPLES, TRAINING_SAMPLES
 
 ReadyPosition = tuple[int, int, str]
 """Partition and offset of a record of advantage.samples, and the id of one of its samples."""
+
+
+class Verdict(StrEnum):
+    """Whether a sample's advantages follow from its rewards; values say why that is not known."""
+
+    AGREES = ""
+    DIFFERS = "they differ"
+    OTHER_RELEASE = "another release computed them"
+    NOT_RUN = "the code of their algorithm is not run here"
+    INCOMPLETE = "the records and arrays of their prompt group are not all on the log"
+
+
+class AdvantageCheck(Protocol):
+    """Computes the advantages of ready samples again."""
+
+    def add(
+        self, sample: SampleReady, at: ReadyPosition
+    ) -> Iterable[tuple[ReadyPosition, Verdict]]:
+        """Take a sample; return the verdicts on its prompt group's samples once all are there."""
+        ...
+
+    def forget(self, prompt_group_id: str) -> None:
+        """Drop what is held of a prompt group."""
+        ...
+
+
+def digest_reward_parts(event: SampleScored | SampleReady) -> bytes:
+    """Return a digest of a reward's components and its parts by turn and token; empty without."""
+    arrays = (event.turn_rewards, event.token_rewards)
+    if not event.components and arrays == (None, None):
+        return b""
+    parts = [None if array is None else compute_array_digest(array) for array in arrays]
+    return sha256(repr((sorted(event.components.items()), parts)).encode()).digest()[:DIGEST_BYTES]
 
 
 class Generated(NamedTuple):
@@ -80,6 +120,9 @@ class Ready(NamedTuple):
     is_keyed: bool
     """Whether the record's key is the prompt group."""
     sample_outcome: SampleOutcome
+    parts: bytes
+    """Digest of the reward's parts."""
+    verdict: Verdict = Verdict.INCOMPLETE
 
     @classmethod
     def from_event(cls, event: SampleReady, *, key: str, has_segments: bool = True) -> Ready:
@@ -101,6 +144,7 @@ class Ready(NamedTuple):
             event.key.samples_per_prompt,
             key in ("", event.prompt_group_id),
             SampleOutcome.of(event.finish_reason, event.reward),
+            digest_reward_parts(event),
         )
 
     def find_copy(self, copies: Iterable[Generated]) -> Generated | None:
@@ -135,8 +179,8 @@ class GroupFacts:
     outcomes: list[PromptGroupEnded] = field(default_factory=list)
     generated: dict[str, list[Generated]] = field(default_factory=dict)
     num_generated: int = 0
-    rewards: dict[str, set[tuple[str, float]]] = field(default_factory=dict)
-    """Of each sample, with the generation that was scored."""
+    rewards: dict[str, set[tuple[str, float, bytes]]] = field(default_factory=dict)
+    """Of each sample, with the generation that was scored, and the digest of the reward's parts."""
     ready: dict[ReadyPosition, Ready] = field(default_factory=dict)
     newest_requests: dict[tuple[str, int], int] = field(default_factory=dict)
     """The offset of the newest request to end it, by entity and partition."""

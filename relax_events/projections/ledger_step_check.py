@@ -16,6 +16,7 @@ from relax_events.projections.ledger_facts import (
     Ready,
     StepFacts,
     Trained,
+    Verdict,
     find_contradiction,
 )
 from relax_events.projections.ledger_findings import PURGED, Findings, LedgerTotals, Rule
@@ -34,6 +35,7 @@ class StepCheck:
         evidence: Records that may be missing.
         find_group: Returns the facts of a prompt group; None once it is finalized.
         parent_steps: Steps of the parent run, by train step.
+        checks_advantages: Whether the records have a verdict on their advantages.
     """
 
     max_staleness: int
@@ -42,6 +44,7 @@ class StepCheck:
     evidence: Evidence
     find_group: Callable[[str], GroupFacts | None]
     parent_steps: Mapping[int, StepFacts]
+    checks_advantages: bool = False
 
     def check(self, step: StepFacts) -> LedgerTotals:
         """Find the records of a step's samples, and count their staleness by the versions that
@@ -113,6 +116,13 @@ class StepCheck:
             totals.findings.add(Rule.OTHER_RECORD, where)
             return None
         self._check_reward(sample, record, group, totals)
+        if self.checks_advantages and record.verdict is Verdict.DIFFERS:
+            totals.findings.add(Rule.OTHER_ADVANTAGES, where)
+        elif self.checks_advantages and record.verdict is not Verdict.AGREES:
+            totals.unverified[
+                f"the advantages of {{}} trained samples follow from their rewards, since "
+                f"{record.verdict}"
+            ] += 1
         copies = group.generated.get(sample.sample_id, [])
         copy = record.find_copy(copies)
         if copy is None and self.evidence.may_lack(ROLLOUT_SAMPLES, sample.partition, record.owner):
@@ -138,8 +148,8 @@ class StepCheck:
         given none.
         """
         rewards = group.rewards.get(sample.sample_id, set())
-        scored = [reward for generation, reward in rewards if generation == record.generation]
-        is_right = record.reward in scored if scored else record.reward is None
+        scored = {score[1:] for score in rewards if score[0] == record.generation}
+        is_right = (record.reward, record.parts) in scored if scored else record.reward is None
         if is_right or not self.has_rewards:
             return
         if self.evidence.may_lack(REWARD_SCORES, sample.partition, record.owner):
@@ -147,13 +157,10 @@ class StepCheck:
         else:
             reward = "no reward" if record.reward is None else f"{record.reward:g}"
             what = f"{sample.sample_id} in train step {sample.train_step}: {reward}"
-            totals.findings.add(
-                Rule.NOT_SCORED,
-                (
-                    f"{what}, scored "
-                    f"{', '.join(f'{reward:g}' for _, reward in sorted(rewards)) or 'never'}"
-                ),
-            )
+            scores = ", ".join(f"{reward:g}" for _, reward, _ in sorted(rewards)) or "never"
+            is_scored = any(reward == record.reward for reward, _ in scored)
+            parts = ", and its parts differ" if is_scored else ""
+            totals.findings.add(Rule.NOT_SCORED, f"{what}, scored {scores}{parts}")
 
 
 def _find_rule(record: Ready, copies: Sequence[Generated]) -> Rule:

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.algorithms.advantage_estimator import AdvantageEstimator, RewardedSample
+from relax_events.algorithms.advantage_estimator import (
+    AdvantageEstimator,
+    RewardedSample,
+    list_advantage_settings,
+)
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ConfigError, CorruptRecord, RewardError, SchemaError
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import TrajectoryKey, get_trajectory_key
-from relax_events.events.parts import FinishReason
 from relax_events.events.sample_columns import split_samples
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleReady, SampleScored
@@ -26,55 +28,7 @@ from relax_events.training.batch.assembly import LocatedSample
 
 def needs_new_advantages(recorded: AlgorithmConfig, algorithm: AlgorithmConfig) -> bool:
     """Return whether this algorithm would compute other advantages than the recorded ones."""
-    return _advantage_settings(recorded) != _advantage_settings(algorithm)
-
-
-def _advantage_settings(algorithm: AlgorithmConfig) -> tuple[Any, ...]:
-    """Return the settings that recorded advantages depend on; without the trainer's own steps, such
-    as whitening.
-    """
-    kl = (
-        (
-            algorithm.kl_coefficient,
-            algorithm.kl_estimator,
-            algorithm.kl_limit,
-            algorithm.old_logprobs,
-        )
-        if algorithm.has_reward_kl
-        else ()
-    )
-    shaping = (
-        (algorithm.overlong_ratio, algorithm.overlong_penalty) if algorithm.overlong_ratio else ()
-    )
-    excludes_truncated = algorithm.truncated_samples == "drop"
-    critic = (
-        algorithm.gamma,
-        algorithm.gae_lambda,
-        algorithm.length_adaptive_alpha,
-        algorithm.bootstrap_truncated,
-        algorithm.turn_gamma,
-    )
-    teacher = (
-        (algorithm.distill_coefficient, algorithm.old_logprobs)
-        if algorithm.has_distill_advantage
-        else ()
-    )
-    deviation = (
-        algorithm.baseline,
-        algorithm.normalise_std,
-        algorithm.std_correction if algorithm.normalise_std is not False else None,
-    )
-    return (
-        algorithm.name,
-        deviation,
-        algorithm.reward_weights,
-        algorithm.options,
-        excludes_truncated,
-        shaping,
-        kl,
-        critic,
-        teacher,
-    )
+    return list_advantage_settings(recorded) != list_advantage_settings(algorithm)
 
 
 def require_recorded_teacher(
@@ -189,30 +143,16 @@ class AdvantageRelabeller:
         ]
 
     def _build_rewarded(self, sample: SampleReady) -> RewardedSample:
-        def array(field: str) -> NDArray[np.generic] | None:
-            value = getattr(sample, field)
-            return (
-                None if value is None else dense(value, what=f"sample {sample.sample_id}: {field}")
-            )
-
-        other = None if self._rewards is None else self._new_reward(sample, self._rewards)
-        return RewardedSample(
-            sample_id=sample.sample_id,
-            reward=sample.reward if other is None else other.reward,
-            components=sample.components if other is None else {},
-            loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
-            tokens=array("tokens"),
-            path_lengths=sample.path_lengths,
-            policy_logprobs=array(
-                "actor_logprobs" if self._algorithm.old_logprobs == "actor" else "rollout_logprobs"
-            ),
-            ref_logprobs=array("ref_logprobs"),
-            values=array("values"),
-            teacher_logprobs=array("teacher_logprobs"),
-            is_truncated=sample.finish_reason is FinishReason.LENGTH,
-            is_late=sample.finish_reason is FinishReason.LATE,
-            turn_rewards=array("turn_rewards") if other is None else other.turn_rewards,
-            token_rewards=array("token_rewards") if other is None else other.token_rewards,
+        rewarded = RewardedSample.from_ready(sample, self._algorithm)
+        if self._rewards is None:
+            return rewarded
+        other = self._new_reward(sample, self._rewards)
+        return dataclasses.replace(
+            rewarded,
+            reward=other.reward,
+            components={},
+            turn_rewards=other.turn_rewards,
+            token_rewards=other.token_rewards,
         )
 
     def _new_reward(

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from event_samples import ended, ready, rolled_out
-from valid_run import SEVERAL, TAMPERINGS, Tampering, ValidRun, change_step, refuse_sample
+from valid_run import (
+    SEVERAL,
+    TAMPERINGS,
+    Tampering,
+    ValidRun,
+    change_step,
+    recorded_advantages,
+    refuse_sample,
+)
 
 from relax_events.events.parts import (
     FinishReason,
@@ -126,10 +134,14 @@ ALTERATIONS: dict[str, tuple[dict[str, Any], Rule]] = {
     ),
     "temperature": ({"temperature": 0.5}, OTHER_TRAJECTORY),
     "segments": ({"version_segments": []}, OTHER_TRAJECTORY),
+    "advantages": (
+        {"advantages": np.array([0, 0, -0.7071, -0.7071], np.float32)},
+        Rule.OTHER_ADVANTAGES,
+    ),
     "paths": ({"path_lengths": [2, 2]}, OTHER_TRAJECTORY),
 }
 """Changed fields of a ready sample, and the rule that they break."""
-TRAJECTORY = [name for name in ALTERATIONS if name != "reward"]
+TRAJECTORY = [name for name in ALTERATIONS if name not in ("reward", "advantages")]
 ALTERED = [f"00000{step}-0000-0" for step in (3, 5, 8)]
 
 
@@ -223,7 +235,7 @@ def test_incremental_finalization_does_not_change_ledger_findings(tamper: Tamper
     """Fed version by version and settled behind each, as a long log is read."""
     run = ValidRun(30)
     tamper(run)
-    ledger = Ledger(1)
+    ledger = Ledger(1, advantages=recorded_advantages())
     for below, (at, event) in in_step(run):
         ledger.apply(event, at)
         ledger.finalize(below)
@@ -249,11 +261,13 @@ def in_step(run: ValidRun) -> list[tuple[int, Any]]:
 def test_ledger_memory_does_not_grow_with_the_run() -> None:
     held = {}
     for num_steps in (40, 160):
-        ledger, most = Ledger(1), 0
+        advantages = recorded_advantages()
+        ledger, most = Ledger(1, advantages=advantages), 0
         for below, (at, event) in in_step(ValidRun(num_steps)):
             ledger.apply(event, at)
             ledger.finalize(below)
-            most = max(most, ledger.num_held)
+            most = max(most, ledger.num_held + advantages.num_held)
+        assert advantages.num_held == 0
         assert ledger.problems() == []
         held[num_steps] = most
     assert held[160] == held[40] < 40 * 2
