@@ -139,7 +139,9 @@ class TrainLoop:
         self._checkpoints = Checkpoints(
             store, ranks=ranks, keep=self._config.trainer.keep_checkpoints
         )
-        self._opener = BatchOpener(self._config, ranks, self._accumulate, backend.discard)
+        self._opener = BatchOpener(
+            self._config, ranks, self._accumulate, backend.discard, self._set_max_cells
+        )
         self._shares: list[RankStepResult] = []
         self._schedule = CheckpointSchedule(self._checkpoints, ranks, self._config.trainer)
         self._began_ns = 0
@@ -304,6 +306,9 @@ class TrainLoop:
         self._worker.lifecycle.record_processed(len(micro_batch), started)
         self._worker.lifecycle.record_progress()
         self._commits.commit_step(wait=False)
+
+    def _set_max_cells(self, max_cells: int) -> None:
+        self._backend.max_cells = max_cells
 
     def _progress_in_step(self) -> None:
         """Send a heartbeat, and commit the step before once its weights are written, during a long

@@ -424,6 +424,9 @@ class TrainStepCommitted:
     update_skipped: bool = False
     """Whether the optimizer update was skipped because loss or gradient was not finite; the new
     version then has the weights of the one before."""
+    max_cells: int = 0
+    """Budget in tokens of the passes in which the step was trained, after an out-of-memory error; 0
+    where it is `trainer.max_tokens_per_micro_batch`."""
     committed_at: int = field(default_factory=now_micros)
     """When the step was committed (UTC)."""
 

@@ -59,6 +59,7 @@ POINTS = {
         "partitions are being taken away, offsets are committed, open joins are not dropped"
     ),
     "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
+    "trainer.out_of_memory": "a pass did not fit the device, the gradients are not discarded",
     "trainer.after_optimizer_step": (
         "an optimizer step is done, others of the train step may be left"
     ),

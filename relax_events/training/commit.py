@@ -100,6 +100,7 @@ class StepCommitter:
             weights_digest=digest,
             checkpoint=checkpoint,
             update_skipped=metrics is None,
+            max_cells=max(result.max_cells for result in results),
         )
         ended = [
             *(end for result in results for end in result.ended),

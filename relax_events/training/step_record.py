@@ -70,6 +70,7 @@ class RankStepResult:
 
     `rank` counts data-parallel ranks. `prompt_group_ids`, `ended` and `consumed` are of the
     partitions that the rank reads; the samples may be of others, where the ranks are balanced.
+    `max_cells` is as TrainStepCommitted has it.
     """
 
     rank: int
@@ -84,6 +85,7 @@ class RankStepResult:
     components: list[dict[str, float]] = field(default_factory=list)
     completion_lengths: list[int] = field(default_factory=list)
     num_micro_batches: int = 0
+    max_cells: int = 0
     ended: list[PromptGroupEnded] = field(default_factory=list)
     consumed: list[TopicOffset] = field(default_factory=list)
     trace_headers: list[dict[str, str]] = field(default_factory=list)

@@ -110,8 +110,10 @@ class StuckOnce(Stuck):
             self.marked = True
         return True
 """
+DEVICE_CELLS = 48
 # A trainer whose gradients are infinite from step 3 on; one that takes long over a micro-batch, an
-# optimizer step and a copy of the weights; one that never comes back from an optimizer step.
+# optimizer step and a copy of the weights; one on a device with memory for passes of `DEVICE_CELLS`
+# cells; one that never comes back from an optimizer step.
 TRAINERS = """
 import time
 
@@ -141,10 +143,22 @@ class Slow(TorchBackend):
             time.sleep(SLOW_SECONDS)
         yield from super().weight_buckets(max_bytes=max_bytes)
 
+class Small(TorchBackend):
+    def _open_model(self, dtype):
+        super()._open_model(dtype)
+        run = self._model.token_logprobs
+
+        def run_on_device(batch, **settings):
+            if batch.input_ids.size > DEVICE_CELLS:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(batch, **settings)
+
+        self._model.token_logprobs = run_on_device
+
 class Hung(TorchBackend):
     def step(self):
         time.sleep(1000)
-""".replace("SLOW_SECONDS", f"{SLOW_SECONDS}")
+""".replace("SLOW_SECONDS", f"{SLOW_SECONDS}").replace("DEVICE_CELLS", f"{DEVICE_CELLS}")
 
 
 def lay_out(folder: Path) -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import FaultRun, assert_ledger_balances, failpoint_marker
-from run_setup import judge_config
+from run_setup import DEVICE_CELLS, judge_config
 
 from relax_events.events.codec import EventCodec
 from relax_events.events.types import BroadcastMembership, PolicyEvaluated, TrainStepCommitted
@@ -64,6 +65,7 @@ LONG = [
     ("judge.at_work:5", "judge.before_flush:8", "judge.before_commit:4", "judge.after_commit:6"),
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
     ("trainer.after_optimizer_step:6",),
+    ("trainer.out_of_memory:2",),
     (
         "critic.before_flush:2",
         "critic.before_commit:4",
@@ -113,8 +115,7 @@ def test_run_finishes_when_workers_are_killed_at_failpoints(
         if points[0].startswith("critic.")
         else {},
         teacher={"model_path": str(directory / "model")} if is_taught else {},
-        trainer={"checkpoint_every": 3}
-        | ({"num_epochs": 2, "num_mini_batches": 2} if points[0].startswith("trainer.") else {}),
+        trainer={"checkpoint_every": 3} | trainer_settings(points[0], directory),
         weights={"transport": "gloo", "bucket_bytes": 4096, "async_publish": True}
         if is_broadcast
         else {},
@@ -131,6 +132,14 @@ def test_run_finishes_when_workers_are_killed_at_failpoints(
         assert_evaluated_once(run)
     if is_broadcast:
         assert_broadcast_again(run)
+
+
+def trainer_settings(point: str, directory: Path) -> dict[str, Any]:
+    """Return what a trainer needs to come to a point."""
+    if point.startswith("trainer.out_of_memory"):
+        small = f"{directory / 'trainer.py'}:Small"
+        return {"backend": small, "max_tokens_per_micro_batch": 2 * DEVICE_CELLS}
+    return {"num_epochs": 2, "num_mini_batches": 2} if point.startswith("trainer.") else {}
 
 
 def assert_evaluated_once(run: FaultRun) -> None:

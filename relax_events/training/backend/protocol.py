@@ -268,6 +268,9 @@ class TrainerBackend(Protocol):
     """
 
     policy_version: int
+    max_cells: int
+    """Budget of a pass of the model, in tokens: at first `trainer.max_tokens_per_micro_batch`. It
+    holds for micro-batches that come after it was set."""
 
     @property
     def vocab_size(self) -> int:
@@ -302,6 +305,7 @@ class TrainerBackend(Protocol):
         Raises:
             PoisonSample: A sample can't be trained on; nothing was added, and the rest of the step
                 is unaffected.
+            OutOfMemory: A pass did not fit the device; the step has to be discarded.
         """
 
     def discard(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -113,7 +114,9 @@ class TorchBackend(PolicyTraining):
         )
         with torch.no_grad():
             for one in passes:
-                logprobs.append(self._model.token_logprobs(one.batch).logprobs.cpu().numpy())
+                run = partial(self._model.token_logprobs, one.batch)
+                result = self._layout.memory.run(one.batch, run)
+                logprobs.append(result.logprobs.cpu().numpy())
                 if one.is_last:
                     yield np.concatenate(logprobs)
                     logprobs.clear()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from relax_events.config import TrainerConfig
 from relax_events.errors import ConfigError
 from relax_events.training.backend.flat_parameters import FlatParameters
+from relax_events.training.backend.out_of_memory import PassMemory
 from relax_events.training.backend.recomputation import recompute_layers
 from relax_events.training.backend.sharded_parameters import ShardedParameters, shard_model
 from relax_events.training.backend.step_training import (
@@ -29,6 +31,8 @@ from relax_events.training.backend.step_training import (
 from relax_events.training.ranks import Ranks
 
 T = TypeVar("T")
+LostBatch = tuple[Outputs, Callable[[], None]]
+"""The outputs of a micro-batch whose loss has run backward to them, and what records it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class TorchLayout:
     ) -> None:
         self._trainer, self._ranks, self._device = trainer, ranks, device
         self.is_sharded = is_sharded
+        self.memory = PassMemory()
 
     def prepare(self, module: nn.Module, layers: object, *, path: Path) -> None:
         """Set what a loaded model recomputes, and shard it.
@@ -102,28 +107,36 @@ class TorchLayout:
     def _train_together(self, batches: Sequence[Batch], calls: ModelCalls[Batch]) -> None:
         lost = self._differentiate([one for one in batches if one.batch.parts], calls)
         for one in self._run_passes(batches, calls):
-            outputs = calls.run(one)
-            if one.whole.batch.parts:
-                leaves, record = lost[id(one.whole)]
-                push_back(outputs, leaves, one.tokens)
-            else:
-                loss, record = calls.compute_loss(one.whole, outputs)
-                loss.backward()
+            train = partial(self._train_pass, one, calls, lost.get(id(one.whole)))
+            record = self.memory.run(one.batch, train, is_trained=True)
             if one.is_last:
                 record()
             calls.report_progress()
 
+    @staticmethod
+    def _train_pass(
+        one: ModelPass[Batch], calls: ModelCalls[Batch], lost: LostBatch | None
+    ) -> Callable[[], None]:
+        """Run a pass forward and backward; return what records its micro-batch."""
+        outputs = calls.run(one)
+        if lost is not None:
+            push_back(outputs, lost[0], one.tokens)
+            return lost[1]
+        loss, record = calls.compute_loss(one.whole, outputs)
+        loss.backward()
+        return record
+
     def _differentiate(
         self, batches: Sequence[Batch], calls: ModelCalls[Batch]
-    ) -> dict[int, tuple[Outputs, Callable[[], None]]]:
+    ) -> dict[int, LostBatch]:
         """Return the outputs of micro-batches, whose losses have run backward to them, by identity,
         and what records each.
         """
-        lost: dict[int, tuple[Outputs, Callable[[], None]]] = {}
+        lost: dict[int, LostBatch] = {}
         outputs: list[Outputs] = []
         with torch.no_grad():
             for one in self._run_passes(batches, calls):
-                outputs.append(calls.run(one))
+                outputs.append(self.memory.run(one.batch, partial(calls.run, one)))
                 calls.report_progress()
                 if one.is_last:
                     with torch.enable_grad():

@@ -9,7 +9,7 @@ from relax_events.config import RunConfig
 from relax_events.events.types import SampleReady
 from relax_events.training.batch.lockstep_batch import LockstepBatch
 from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.batch.step_batch import StepBatch
+from relax_events.training.batch.step_batch import PassBudget, StepBatch
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_record import RankStepResult
 
@@ -23,12 +23,14 @@ class BatchOpener:
         ranks: This process and its peers.
         accumulate: Trains a micro-batch.
         discard: Discards what was accumulated in this step.
+        set_max_cells: Sets the budget of the model's passes from here on.
     """
 
     config: RunConfig
     ranks: Ranks
     accumulate: Callable[[Sequence[SampleReady]], None]
     discard: Callable[[], None]
+    set_max_cells: Callable[[int], None]
 
     @property
     def is_in_rounds(self) -> bool:
@@ -53,14 +55,21 @@ class BatchOpener:
             whole_prompt_groups=self.config.algorithm.needs_whole_groups,
         )
 
-    def streamed(self, version: int) -> StepBatch:
-        """Open a batch that trains samples as they are fed, without the other ranks."""
+    def streamed(self, version: int, *, max_cells: int = 0) -> StepBatch:
+        """Open a batch that trains samples as they are fed, without the other ranks; `max_cells`
+        is that of a recorded step.
+        """
         return StepBatch(
             RankStepResult(self.ranks.at.data),
             self.micro_batcher(),
             trainer_version=version,
             accumulate=self.accumulate,
             discard=self.discard,
+            passes=PassBudget(
+                self.set_max_cells,
+                budget=self.config.trainer.max_tokens_per_micro_batch,
+                max_cells=max_cells,
+            ),
         )
 
     def in_rounds(self, version: int) -> LockstepBatch:

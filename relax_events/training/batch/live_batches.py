@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import orjson
 
 from relax_events.config import RunConfig
+from relax_events.errors import OutOfMemory
 from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
@@ -131,12 +132,15 @@ class LiveBatches:
 
     def _fail(self, group: UntrainableGroup, version: int) -> None:
         """End a prompt group of this rank's partitions as failed, and write its invalid records to
-        the dead letters.
+        the dead letters. Those of one that does not fit the device are valid.
         """
-        self._intake.reject(group.positions, group.error)
+        reason = str(group.error)
+        if not isinstance(group.error, OutOfMemory):
+            self._intake.reject(group.positions, group.error)
+            reason = f"poison: {group.error}"
         self._assembler.fail(
             group.prompt_group_id,
-            f"poison: {group.error}",
+            reason,
             policy_version=group.policy_version,
             trainer_version=version,
         )

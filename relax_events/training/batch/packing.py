@@ -63,6 +63,8 @@ class PackedBatch:
     """Where samples have media: the inputs for placeholders, and rotary positions."""
     experts: ReplayedExperts | None = None
     """Where the engine's routing is replayed: the experts of each token."""
+    path_sample_ids: tuple[str, ...] = ()
+    """The sample of each path."""
     parts: tuple[PackedBatch, ...] = ()
     """Its paths, in order, cut into passes, where one pass of the model may not be so large. Only
     these then have media and experts."""
@@ -283,6 +285,7 @@ def pack(
         num_tokens=len(tokens),
         cells=layout.cells,
         tree=layout.tree,
+        path_sample_ids=tuple(path.sample_id for path in paths),
         experts=None if experts is None else _replayed_experts(paths, lengths, layout, experts),
     )
 

@@ -4,6 +4,9 @@ groups that can't be trained are excluded whole.
 If a micro-batch is rejected, its prompt groups are tried one by one. If an earlier micro-batch
 contained a part of the rejected prompt group, the step is restarted without it, since gradients
 can't be subtracted.
+
+After an out-of-memory error the step is restarted with passes of half the size. Where the pass was
+a single path, its prompt group is excluded instead.
 """
 
 from __future__ import annotations
@@ -12,11 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from relax_events.errors import PoisonSample, RelaxError
+import structlog
+
+from relax_events.errors import OutOfMemory, PoisonSample, RelaxError
 from relax_events.events.types import SampleReady
+from relax_events.runtime.failpoints import failpoint
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.step_record import RankStepResult
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,34 @@ class UntrainableGroup:
     error: RelaxError
 
 
+class PassBudget:
+    """The budget of the passes of a step, which only falls within it."""
+
+    def __init__(
+        self, set_max_cells: Callable[[int], None], *, budget: int, max_cells: int = 0
+    ) -> None:
+        """Set the budget.
+
+        Args:
+            set_max_cells: Sets it in the backend.
+            budget: Of the run file.
+            max_cells: Of a recorded step, which had less.
+        """
+        self._set_max_cells, self._budget = set_max_cells, budget
+        self._max_cells = min(max_cells or budget, budget)
+        set_max_cells(self._max_cells)
+
+    def halve(self, num_cells: int) -> None:
+        """Make passes smaller than one that did not fit."""
+        self._max_cells = max(1, min(num_cells, self._max_cells) // 2)
+        self._set_max_cells(self._max_cells)
+
+    @property
+    def recorded(self) -> int:
+        """The budget as TrainStepCommitted has it."""
+        return 0 if self._max_cells == self._budget else self._max_cells
+
+
 class StepBatch:
     """See the module's docstring. Local to a rank."""
 
@@ -42,6 +78,7 @@ class StepBatch:
         trainer_version: int,
         accumulate: Callable[[Sequence[SampleReady]], None],
         discard: Callable[[], None],
+        passes: PassBudget,
     ) -> None:
         """Start empty.
 
@@ -51,9 +88,11 @@ class StepBatch:
             trainer_version: The version being trained.
             accumulate: Trains a micro-batch; adds nothing where it raises PoisonSample.
             discard: Discards everything that was accumulated in this step.
+            passes: The budget of the model's passes.
         """
         self.share, self._batcher, self._version = share, batcher, trainer_version
-        self._accumulate, self._discard = accumulate, discard
+        self._accumulate, self._discard, self._passes = accumulate, discard, passes
+        share.max_cells = passes.recorded
         self._located: dict[str, LocatedSample] = {}
         self._untrainable: dict[str, UntrainableGroup] = {}
         self._num_taken = 0
@@ -94,6 +133,8 @@ class StepBatch:
             return
         try:
             self._accumulate(micro_batch)
+        except OutOfMemory as error:
+            failed = error
         except PoisonSample as error:
             groups = [
                 list(members)
@@ -105,10 +146,32 @@ class StepBatch:
             for members in groups:
                 self._train(members)
             return
-        self.share.add_micro_batch(
-            [self._located[sample.sample_id] for sample in micro_batch],
-            trainer_version=self._version,
-        )
+        else:
+            self.share.add_micro_batch(
+                [self._located[sample.sample_id] for sample in micro_batch],
+                trainer_version=self._version,
+            )
+            return
+        failed.__traceback__ = None  # its frames hold tensors
+        self._train_smaller(micro_batch, failed)
+
+    def _train_smaller(self, micro_batch: Sequence[SampleReady], error: OutOfMemory) -> None:
+        """Train the step so far again, and a micro-batch that did not fit: in smaller passes, or
+        without the prompt group of its path.
+        """
+        failpoint("trainer.out_of_memory")
+        log.warning("step.out_of_memory", train_step=self._version, error=str(error))
+        if error.num_paths > 1:
+            self._passes.halve(error.num_cells)
+            self.share.max_cells = self._passes.recorded
+        else:
+            sample = self._located[error.sample_id].sample
+            group_id = sample.prompt_group_id
+            self._untrainable[group_id] = UntrainableGroup(
+                group_id, sample.policy_version, [], error
+            )
+            self.share.prompt_group_ids.remove(group_id)
+        self._restart([sample.sample_id for sample in micro_batch])
 
     def _exclude_trained(self, members: Sequence[SampleReady], error: PoisonSample) -> None:
         group_id = members[0].prompt_group_id
@@ -125,7 +188,10 @@ class StepBatch:
             for sample_id in self.share.sample_ids
         ):
             return
+        self._restart()
+
+    def _restart(self, *others: list[str]) -> None:
+        """Train the micro-batches so far again, and others after them."""
         self._discard()
-        trained = self.share.pop_micro_batches()
-        for sample_ids in trained:
+        for sample_ids in [*self.share.pop_micro_batches(), *others]:
             self._train([self._located[sample_id].sample for sample_id in sample_ids])

@@ -15,6 +15,7 @@ from relax_events.errors import (
     BrokerUnavailable,
     ConfigError,
     CorruptRecord,
+    OutOfMemory,
     PoisonSample,
     SchemaError,
 )
@@ -296,7 +297,7 @@ class RecordedTraining:
                 self._intake.require_trainable(item.sample)
             train = self._train_in_rounds if self._opener.is_in_rounds else self._train_streamed
             share = train(step, version)
-        except PoisonSample as error:
+        except (PoisonSample, OutOfMemory) as error:
             raise ConfigError(
                 f"the rollouts of run {self._config.parent.run} can't be trained with these "
                 f"settings: {error}"
@@ -308,7 +309,7 @@ class RecordedTraining:
         """Train the parent's micro-batches, which it may have closed before they were full; they
         are divided further where the budget is smaller now.
         """
-        batch = self._opener.streamed(version)
+        batch = self._opener.streamed(version, max_cells=step.step.max_cells)
         for part in step.parts():
             batch.feed(part)
             batch.flush()

@@ -107,12 +107,15 @@ class Replay:
         self._worker.lifecycle.tick(working=True)
 
     def _update(self, batch: RecordedBatch) -> None:
+        budget = self._worker.config.trainer.max_tokens_per_micro_batch
+        self._backend.max_cells = batch.step.max_cells or budget
         for micro_batch in batch.rounds():
             with self._worker.lifecycle.piece("replay a micro-batch"):
                 self._backend.accumulate([placed.sample for placed in micro_batch])
             self._worker.lifecycle.record_progress()
         with self._worker.lifecycle.piece("replay an optimizer step"):
             self._backend.step()
+        self._backend.max_cells = budget
 
 
 class Recovery:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.errors import PoisonSample
+from relax_events.errors import OutOfMemory, PoisonSample
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.packages.megatron.row import lay_out_row
 from relax_events.training.backend.policy_model import PolicyModel
@@ -268,3 +268,60 @@ def test_slices_are_as_large_as_the_budget_allows(share_rows, least):
     assert [part.start for part in cut_paths(paths, max_cells=1, share_rows=True)] == list(
         range(30)
     )
+
+
+class Device:
+    """Has memory for passes of so many cells."""
+
+    def __init__(self, monkeypatch, text="CUDA out of memory"):
+        self.max_cells, self.error = 10_000, torch.OutOfMemoryError(text)
+        run = PolicyModel.token_logprobs
+
+        def run_on_device(model, batch, **settings):
+            if len(np.unique(batch.cells)) > self.max_cells:
+                raise self.error
+            return run(model, batch, **settings)
+
+        monkeypatch.setattr(PolicyModel, "token_logprobs", run_on_device)
+
+
+def test_a_pass_that_does_not_fit_is_named(monkeypatch):
+    device, mine = Device(monkeypatch), backend()
+    mine.max_cells, device.max_cells = 40, 30
+    with pytest.raises(OutOfMemory, match=r"trainer\.max_tokens_per_micro_batch") as several:
+        mine.accumulate(SAMPLES[1:])
+    assert several.value.sample_id == SAMPLES[1].sample_id
+    assert several.value.num_paths > 1
+    assert 30 < several.value.num_cells <= 40
+    mine.discard()
+    mine.max_cells, device.max_cells = 1, 14
+    longest = max(SAMPLES[0].path_lengths)
+    assert longest == 15
+    with pytest.raises(
+        OutOfMemory, match=f"a path of sample s0, {longest} tokens, .*run.max_failed"
+    ) as single:
+        mine.accumulate(SAMPLES[:1])
+    assert single.value.num_paths == 1
+    assert single.value.__context__ is None, "it would hold the pass's tensors"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()], ids=["device", "host"]
+)
+def test_a_path_that_fitted_before_is_not_to_blame(monkeypatch, error):
+    device, mine = Device(monkeypatch), backend()
+    device.error = error
+    mine.accumulate(SAMPLES[:1])
+    mine.max_cells, device.max_cells = 1, 0
+    with pytest.raises(type(error)):
+        mine.accumulate(SAMPLES[:1])
+
+
+def test_other_errors_of_a_pass_are_not_taken_for_missing_memory(monkeypatch):
+    device, mine = Device(monkeypatch), backend()
+    device.max_cells, device.error = 0, RuntimeError("a kernel failed")
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        mine.accumulate(SAMPLES)
+    device.error = RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 bytes")
+    with pytest.raises(OutOfMemory, match="can't allocate memory: 1 bytes"):
+        mine.accumulate(SAMPLES)

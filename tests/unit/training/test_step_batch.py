@@ -5,17 +5,20 @@ exactly the trained samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from event_samples import ready
+from event_samples import changed, ready
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.errors import ObjectError, PoisonSample
+from relax_events.errors import ObjectError, OutOfMemory, PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.training.batch.assembly import LocatedSample
-from relax_events.training.batch.packing import MicroBatcher
-from relax_events.training.batch.step_batch import StepBatch, UntrainableGroup
+from relax_events.training.batch.packing import MicroBatcher, micro_batch_slices
+from relax_events.training.batch.row_layout import read_array
+from relax_events.training.batch.step_batch import PassBudget, StepBatch, UntrainableGroup
 from relax_events.training.step_record import RankStepResult
 
 PER_GROUP = 4
@@ -38,6 +41,34 @@ class Backend:
         self.micro_batches = []
 
 
+class SmallDevice(Backend):
+    """Runs passes of consecutive samples, and has memory for so many tokens of one; an error leaves
+    a part of the step behind.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        super().__init__(set())
+        self.memory, self.max_cells = max_tokens, 0
+        self.largest: list[int] = []
+
+    def set_max_cells(self, max_cells: int) -> None:
+        self.max_cells = max_cells
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        self.micro_batches.append([])
+        lengths = [len(read_array(sample, "tokens")) for sample in micro_batch]
+        for part in micro_batch_slices(lengths, max_tokens=self.max_cells):
+            if (size := sum(lengths[part])) > self.memory:
+                raise OutOfMemory(
+                    "out of memory: too large",
+                    sample_id=micro_batch[part.start].sample_id,
+                    num_paths=len(lengths[part]),
+                    num_cells=size,
+                )
+            self.largest.append(size)
+            self.micro_batches[-1] += [sample.sample_id for sample in micro_batch[part]]
+
+
 def group(index: int) -> list[LocatedSample]:
     group_id = f"000000-{index:04d}-0"
     return [
@@ -51,7 +82,12 @@ def ids_of(members: Sequence[LocatedSample]) -> list[str]:
 
 
 def run_step(
-    groups: Sequence[list[LocatedSample]], backend: Backend, *, num_samples: int, whole: bool
+    groups: Sequence[list[LocatedSample]],
+    backend: Backend,
+    *,
+    num_samples: int,
+    whole: bool,
+    max_cells: int = 0,
 ) -> StepBatch:
     num_tokens = len(groups[0][0].sample.tokens) * num_samples
     batcher = MicroBatcher(max_tokens=num_tokens, whole_prompt_groups=whole)
@@ -61,6 +97,11 @@ def run_step(
         trainer_version=0,
         accumulate=backend.accumulate,
         discard=backend.discard,
+        passes=PassBudget(
+            getattr(backend, "set_max_cells", lambda _: None),
+            budget=num_tokens,
+            max_cells=max_cells,
+        ),
     )
     for members in groups:
         batch.feed(members)
@@ -114,6 +155,46 @@ def test_group_with_unavailable_samples_is_excluded() -> None:
     )
     assert [item.prompt_group_id for item in batch.pop_untrainable()] == ["000000-0001-0"]
     assert batch.share.prompt_group_ids == ["000000-0000-0"]
+
+
+@given(
+    long=st.sets(st.tuples(st.integers(0, 3), st.integers(0, PER_GROUP - 1)), max_size=3),
+    num_samples=st.integers(1, 9),
+    whole=st.booleans(),
+    memory=st.integers(1, 6),
+)
+def test_step_is_trained_again_in_passes_that_fit_without_what_fits_none(
+    long: set[tuple[int, int]], num_samples: int, whole: bool, memory: int
+) -> None:
+    groups = [group(index) for index in range(4)]
+    num_tokens = len(groups[0][0].sample.tokens)
+    for index, number in long:
+        item = groups[index][number]
+        groups[index][number] = replace(
+            item, sample=changed(item.sample, tokens=np.ones(8 * num_tokens, np.int32))
+        )
+    groups.insert(0, group(4))
+    backend = SmallDevice(memory * num_tokens)
+    batch = run_step(groups, backend, num_samples=num_samples, whole=whole)
+    too_long = {groups[index + 1][0].sample.prompt_group_id for index, _ in long}
+    refused = batch.pop_untrainable()
+    assert {one.prompt_group_id for one in refused} == too_long
+    assert all(not one.positions and isinstance(one.error, OutOfMemory) for one in refused)
+    trained = [sample_id for micro_batch in backend.micro_batches for sample_id in micro_batch]
+    kept = [one for one in groups if one[0].sample.prompt_group_id not in too_long]
+    assert sorted(trained) == sorted(sample_id for members in kept for sample_id in ids_of(members))
+    assert batch.share.sample_ids == trained
+    assert batch.share.prompt_group_ids == [members[0].sample.prompt_group_id for members in kept]
+    assert max(backend.largest) <= memory * num_tokens
+    budget = num_samples * num_tokens
+    assert batch.share.max_cells == (0 if backend.max_cells == budget else backend.max_cells)
+
+
+def test_recorded_step_begins_with_its_passes() -> None:
+    backend, num_tokens = SmallDevice(10_000), len(group(0)[0].sample.tokens)
+    batch = run_step([group(0)], backend, num_samples=4, whole=False, max_cells=2 * num_tokens)
+    assert backend.largest == [2 * num_tokens] * 2
+    assert batch.share.max_cells == 2 * num_tokens
 
 
 def test_other_errors_are_not_swallowed() -> None:

@@ -1,0 +1,67 @@
+"""Names the pass of a model that ran out of memory, so that the step can be trained without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from relax_events.errors import OutOfMemory
+from relax_events.training.batch.packing import PackedBatch
+
+T = TypeVar("T")
+OUT_OF_HOST_MEMORY = "can't allocate memory"
+"""What torch says on the CPU."""
+
+
+class PassMemory:
+    """Watches passes. A single path that is not longer than one that was trained before is not to
+    blame for missing memory: its error is raised as it is.
+    """
+
+    def __init__(self) -> None:
+        self._longest_trained = 0
+
+    def run(self, batch: PackedBatch, call: Callable[[], T], *, is_trained: bool = False) -> T:
+        """Return what a pass returns.
+
+        Args:
+            batch: Of the pass.
+            call: Runs it.
+            is_trained: Whether it runs backward, too.
+        Raises:
+            OutOfMemory: It did not fit. The error holds none of its tensors.
+        """
+        longest, num_paths = int(batch.num_path_tokens.max()), len(batch.num_path_tokens)
+        try:
+            result = call()
+        except (MemoryError, RuntimeError) as error:
+            is_out = isinstance(error, MemoryError | torch.OutOfMemoryError)
+            if not is_out and OUT_OF_HOST_MEMORY not in str(error):
+                raise
+            if num_paths == 1 and longest <= self._longest_trained:
+                raise
+            problem = str(error)
+        else:
+            if is_trained:
+                self._longest_trained = max(self._longest_trained, longest)
+            return result
+        # out of the block, since the error holds the tensors
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        num_cells, sample_id = batch.input_ids.size, batch.path_sample_ids[0]
+        what = (
+            f"a path of sample {sample_id}, {longest} tokens, does not fit the device alone; lower "
+            "engine.max_context_tokens, or set trainer.activation_checkpointing; "
+            "run.max_failed_prompt_groups bounds how many prompt groups in a row may end so"
+            if num_paths == 1
+            else f"{num_paths} paths from sample {sample_id} on, {num_cells} cells, don't fit the "
+            "device together; lower trainer.max_tokens_per_micro_batch"
+        )
+        raise OutOfMemory(
+            f"out of memory: {what} ({problem})",
+            sample_id=sample_id,
+            num_paths=num_paths,
+            num_cells=num_cells,
+        )
