@@ -15,6 +15,8 @@ of control.prompt-group-outcomes only, and a restarted prompter repeats it.
     control.policy-versions, control.prompt-group-outcomes
       ──▶ choose, in the order of the log, until nothing is left to read
       ──▶ issue all prompt groups that are due ──▶ prompt.groups
+
+A run has one prompter: a second one takes over, and continues behind what the first has issued.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,7 +43,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import MessageReader, build_storing_reader, plain_messages
 from relax_events.data.sources import open_stream
 from relax_events.data.stream import PromptStream
-from relax_events.errors import CorruptRecord, MediaError, PoisonSample, SchemaError
+from relax_events.errors import MediaError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import (
     Event,
@@ -51,13 +53,15 @@ from relax_events.events.types import (
     PromptGroupIssued,
     WorkerHeartbeat,
 )
-from relax_events.kafka.admin import Admin
 from relax_events.kafka.log_reader import LogReader
-from relax_events.kafka.producer import LINGER_MS, RecordProducer
-from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.kafka.records import ProducerRecord
 from relax_events.media.library import MediaLibrary
 from relax_events.projections.held_groups import HeldPromptGroups
-from relax_events.roles.prompt_records import build_prompt_record
+from relax_events.roles.prompt_records import (
+    PromptQueue,
+    build_prompt_record,
+    decode_prompter_event,
+)
 from relax_events.roles.prompter_state import (
     MAX_SUMMARY_REWARDS,
     build_summary,
@@ -68,7 +72,6 @@ from relax_events.roles.prompter_state import (
 )
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
-from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import (
     BatchSlot,
@@ -76,10 +79,9 @@ from relax_events.staleness import (
     admitted_steps,
     build_reissue,
     find_unissued_slots,
-    is_external,
 )
 from relax_events.telemetry.traces import TracedWork
-from relax_events.topics.names import GROUP_OUTCOMES, HEARTBEATS, PROMPT_GROUPS, PROMPTER_STATE
+from relax_events.topics.names import GROUP_OUTCOMES, HEARTBEATS, PROMPT_GROUPS
 from relax_events.topics.partitions import TopicPartition
 
 log = structlog.get_logger()
@@ -88,6 +90,9 @@ QUEUE, ENDS = PROMPT_GROUPS, GROUP_OUTCOMES
 HELD = HEARTBEATS["rollout"]
 SUMMARY_STEPS = 8
 """Number of admitted train steps between two summaries."""
+MAX_PART_BYTES, PART_SECONDS = 16 * 1024**2, 1.0
+"""Prompt groups are issued in parts of this size, or of what is built in this time: rollout workers
+generate the first of a step while media of the others are read."""
 
 
 def run(config: RunConfig, *, index: int = 0) -> None:
@@ -151,15 +156,14 @@ class PrompterLoop:
         )
         self._held = HeldPromptGroups()
         self._due: list[DueGroup] = []
-        self._producer = RecordProducer(
-            worker.connection,
-            linger_ms=LINGER_MS,
-            max_batch_records=self._config.prompt_groups_per_lease(),
-        )
-        self._admin = Admin(worker.connection)
+        self._queue = PromptQueue(worker)
 
     def run(self) -> None:
-        """Issue until the drain starts."""
+        """Issue until the drain starts.
+
+        Raises:
+            Fenced: Another prompter took over.
+        """
         worker = self._worker
         self._recover()
         worker.drain.on_start(lambda: self._inbox.put((None, 0)))
@@ -170,8 +174,7 @@ class PrompterLoop:
             self._issue_due()
             self._write_summary()
             worker.lifecycle.tick(working=False)
-        self._producer.close()
-        self._admin.close()
+        self._queue.close()
 
     def _take_all(self) -> None:
         """Wait for an event, and take all that have arrived: what they make due is issued at
@@ -193,13 +196,15 @@ class PrompterLoop:
         self._inbox.put((event, self._worker.control.follower.position(ENDS)))
 
     def _recover(self) -> None:
-        """Restore the newest summary, and read back what was issued since.
+        """Take over, restore the newest summary, and read back what was issued since.
 
         Without a summary the whole queue is read. For prompt groups that retention has deleted from
         it, their outcomes show which batch slots were trained.
         """
         reader, plan = LogReader(self._worker.connection), self._worker.plan
         summary = read_newest_summary(reader, self._worker)
+        self._queue.claim(summary or self._summarise({}))
+        failpoint("prompter.after_claim")
         begins = {} if summary is None else saved_positions(summary, plan)
         if summary is not None:
             self._restore_summary(summary)
@@ -228,8 +233,9 @@ class PrompterLoop:
         """
         rows: dict[TopicPartition, list[tuple[int, int]]] = {at: [] for at in begins}
         ranges = {at: (begin, reader.watermarks(*at)[1]) for at, begin in begins.items()}
+        self._queue.know({at: end for at, (_, end) in ranges.items()})
         for record in reader.stream(ranges):
-            event = self._decode(record)
+            event = decode_prompter_event(self._worker, record)
             if isinstance(event, PromptGroupIssued):
                 self._remember_issue(event)
                 if not event.attempt:
@@ -244,7 +250,7 @@ class PrompterLoop:
         """Read the outcomes: a trained batch slot was issued, also where its record is purged."""
         outcomes = (self._worker.plan.topic(ENDS), 0)
         for record in reader.stream({outcomes: (begin, reader.watermarks(*outcomes)[1])}):
-            event = self._decode(record)
+            event = decode_prompter_event(self._worker, record)
             if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
                 self._issued_slots.add(BatchSlot(event.train_step, event.group_index))
 
@@ -265,37 +271,32 @@ class PrompterLoop:
         if self._next_step < self._summed_step + SUMMARY_STEPS:
             return
         self._summed_step = self._next_step
-        plan, earned = self._worker.plan, list(self._sampler.history.entries())
-        if len(earned) > MAX_SUMMARY_REWARDS:
+        num_earned = sum(1 for _ in self._sampler.history.entries())
+        if num_earned > MAX_SUMMARY_REWARDS:
             log.warning(
-                "prompter_state.save_failed", num_earned=len(earned), limit=MAX_SUMMARY_REWARDS
+                "prompter_state.save_failed", num_earned=num_earned, limit=MAX_SUMMARY_REWARDS
             )
             return
-        queue = [(plan.topic(QUEUE), partition) for partition in range(plan.queue_partitions)]
-        positions = self._admin.end_offsets(queue) | {(plan.topic(ENDS), 0): self._ends_position}
-        summary = build_summary(
+        self._look()
+        outcomes = (self._worker.plan.topic(ENDS), 0)
+        self._queue.save(self._summarise(self._queue.ends | {outcomes: self._ends_position}))
+
+    def _summarise(self, positions: Mapping[TopicPartition, int]) -> PrompterStateSaved:
+        return build_summary(
             self._sampler,
             positions=positions,
             next_step=self._next_step,
             in_flight=self._in_flight,
             num_trained=self._trained,
-            rewards=earned,
-        )
-        self._worker.records.producer.write(
-            [self._worker.records.build(PROMPTER_STATE, summary, key="prompter")]
+            rewards=list(self._sampler.history.entries()),
         )
 
-    def _decode(self, record: Record) -> Event | None:
-        """Return a record's event; None for a record of an unknown producer, which the rollout role
-        writes to the dead letters.
-        """
-        with suppress(CorruptRecord, PoisonSample, SchemaError):
-            event = self._worker.records.codec.decode(record.value)
-            if not isinstance(event, PromptGroupIssued) or not is_external(
-                check_issued(event).prompt_group_id
-            ):
-                return event
-        return None
+    def _look(self) -> frozenset[str]:
+        """Learn what another prompter has issued; return the ids."""
+        issued = self._queue.look()
+        for event in issued:
+            self._remember_issue(event)
+        return frozenset(event.prompt_group_id for event in issued)
 
     def _remember_issue(self, event: PromptGroupIssued) -> None:
         skipped_rows = [int(row) for row in event.skipped_rows if row.isdecimal()]
@@ -408,29 +409,57 @@ class PrompterLoop:
         return True
 
     def _issue_due(self) -> None:
-        """Issue all chosen prompt groups at once."""
+        """Issue all chosen prompt groups."""
         due, self._due = self._due, []
-        if not due:
+        lease_size = self._config.prompt_groups_per_lease(num_workers=self._count_rollout_workers())
+        parts = self._build_parts(due, lease_size=lease_size)
+        while True:
+            started = time.monotonic()
+            with self._worker.lifecycle.piece("issue prompt groups"):
+                if (part := next(parts, None)) is None:
+                    return
+                self._issue(part, lease_size=lease_size)
+            self._worker.lifecycle.record_processed(len(part), started)
+
+    def _build_parts(
+        self, due: Iterable[DueGroup], *, lease_size: int
+    ) -> Iterator[list[tuple[DueGroup, ProducerRecord]]]:
+        """Build the records of prompt groups, and yield them in parts of whole leases."""
+        part: list[tuple[DueGroup, ProducerRecord]] = []
+        num_bytes, started = 0, time.monotonic()
+        for one in due:
+            record = self._record(one)
+            part.append((one, record))
+            num_bytes += len(record.value or b"")
+            is_full = num_bytes > MAX_PART_BYTES or time.monotonic() - started > PART_SECONDS
+            if is_full and len(part) % lease_size == 0:
+                yield part
+                part, num_bytes, started = [], 0, time.monotonic()
+        if part:
+            yield part
+
+    def _issue(self, part: Iterable[tuple[DueGroup, ProducerRecord]], *, lease_size: int) -> None:
+        """Issue a part, without what another prompter has issued meanwhile."""
+        issued = self._look()
+        part = [
+            (one, record)
+            for one, record in part
+            if one.lost_worker or one.group.prompt_group_id not in issued
+        ]
+        if not part:
             return
-        started = time.monotonic()
-        issuing = [self._begin_trace(one.group) for one in due]
-        with self._worker.lifecycle.piece("issue prompt groups"):
-            self._producer.write(
-                (self._record(one) for one in due),
-                max_batch_records=self._config.prompt_groups_per_lease(
-                    num_workers=self._count_rollout_workers()
-                ),
-            )
+        failpoint("prompter.before_issue")
+        issuing = [self._begin_trace(one.group) for one, _ in part]
+        self._queue.issue([record for _, record in part], max_batch_records=lease_size)
         for work in issuing:
             work.end()
         failpoint("prompter.after_issue")
-        self._worker.lifecycle.record_processed(len(due), started)
-        skipped_rows = Counter(reason for one in due for reason in one.choice.skipped.values())
+        skipped_rows = Counter(reason for one, _ in part for reason in one.choice.skipped.values())
         log.info(
             "prompt_groups.issued",
-            num_prompt_groups=len(due),
-            first=due[0].group.prompt_group_id,
-            last=due[-1].group.prompt_group_id,
+            num_prompt_groups=len(part),
+            first=part[0][0].group.prompt_group_id,
+            last=part[-1][0].group.prompt_group_id,
             skipped_rows=dict(skipped_rows),
         )
 

@@ -363,6 +363,9 @@ class PrompterStateSaved:
     """[entries]: mean reward of the prompt group of each such row."""
     saved_at: int = field(default_factory=now_micros)
     """When the state was written (UTC)."""
+    writer_id: str = ""
+    """Random, of the prompter's process. The prompter that wrote the newest state is the run's
+    prompter; another one ends."""
 
 
 @immutable(frozen=True, slots=True, kw_only=True)

@@ -211,11 +211,14 @@ class RunSession:
         display.print_line("draining; press Ctrl-C again to stop at once")
 
     def _warn_of_other_sessions(self, display: ProgressDisplay) -> None:
-        """Report other sessions of the run, which are harmless: one trainer is fenced."""
+        """Report other sessions of the run, which are harmless: their prompter and trainer are
+        fenced.
+        """
         for session in self._sessions.others:
             display.print_line(
                 f"another relax run works on this run already (pid {session.pid} on "
-                f"{session.host}); both share the work"
+                f"{session.host}); both share the work, and only the prompter and the trainer of "
+                "this one issue and train"
             )
 
     def _write_resolved(self) -> Path:

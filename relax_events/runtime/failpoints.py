@@ -39,6 +39,8 @@ SAMPLE_LOOP_POINTS = {
     "after_commit": "the commit of the input offsets is under way, no later input was read",
 }
 POINTS = {
+    "prompter.after_claim": "the prompter has taken over, and not read what was issued",
+    "prompter.before_issue": "prompt groups are due, the log was looked at, none is on the queue",
     "prompter.after_issue": "prompt groups are on the queue, the prompter has not recorded them",
     "rollout.before_load": "a version's tensors are fetched, the engine has the version before",
     "rollout.generating": "prompt groups are leased and half generated",

@@ -93,7 +93,7 @@ def test_variable_is_parsed_into_failpoints_passes_and_actions() -> None:
         ),
         (
             "nothing-like-it=kill",
-            "there is no point 'nothing-like-it'; there are prompter.after_issue, ",
+            "there is no point 'nothing-like-it'; there are prompter.after_claim, ",
         ),
         (
             "reward.before_commit=nap",

@@ -45,6 +45,8 @@ LONG = [
     ),
     (
         "prompter.after_issue:2",
+        "prompter.before_issue:3",
+        "prompter.after_claim:2",
         "rollout.generating:3",
         "reward.before_flush:3",
         "reference.before_flush:3",

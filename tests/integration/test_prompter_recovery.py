@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from relax_events.data.prompt_filter import build_filters
 from relax_events.data.rows import build_storing_reader
 from relax_events.data.sources import open_source
 from relax_events.data.stream import PromptStream
+from relax_events.errors import Fenced
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, Outcome, TopicOffset, WorkerState
 from relax_events.events.types import PromptGroupIssued, WorkerHeartbeat
@@ -399,6 +400,42 @@ def test_prompt_groups_that_ended_together_are_issued_again_at_once(
         f"000000-{index:04}-1" for index in range(12)
     ]
     assert passes.count("prompter.after_issue") == 1
+
+
+def test_second_prompter_takes_over_and_issues_nothing_again(
+    apply_run: Callable[..., RunConfig],
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    config = apply_run(
+        run={"prompts_per_step": 4, "num_steps": 4, "max_staleness": 0},
+        data={"source": write_rows(tmp_path, 20)},
+    )
+    plan = TopicPlan.from_config(config)
+    stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(open_worker("prompter", config, index=index, follow=(ENDS, HELD)))
+            for index in (0, 1)
+        ]
+        reader = stack.enter_context(closing(LogReader(connection)))
+        first = PrompterLoop(workers[0], stream)
+        first._recover()
+        first._take(published(0), 0)
+        first._issue_due()
+        second = PrompterLoop(workers[1], stream)
+        second._recover()
+        for event in (published(0), published(1)):
+            for loop in (second, first):
+                loop._take(event, 0)
+        second._issue_due()
+        with pytest.raises(Fenced, match="another prompter of this run took over"):
+            first._issue_due()
+        queue = [(plan.topic("prompt.groups"), at) for at in range(plan.queue_partitions)]
+        events = [CODEC.decode(record.value) for record in reader.read_to_end(queue)]
+    assert sorted(
+        event.prompt_group_id for event in events if isinstance(event, PromptGroupIssued)
+    ) == [f"00000{step}-000{index}-0" for step in (0, 1) for index in range(4)]
 
 
 def issued_by_prompter(

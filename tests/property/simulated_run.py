@@ -52,6 +52,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.workarounds import lost_assignments, stale_leaders
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
+from relax_events.roles import prompt_records
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime import control_follower as control
 from relax_events.runtime import processors, worker
@@ -349,7 +350,7 @@ class SimulatedRun:
         monkeypatch.setattr(producer, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "Producer", partial(MemoryProducer, self.kafka))
         monkeypatch.setattr(transactions, "TransactionMarkers", MemoryMarkers)
-        for module in (commit, prompter):
+        for module in (commit, prompt_records):
             monkeypatch.setattr(module, "Admin", lambda _: MemoryAdmin(self.kafka))
         monkeypatch.setattr(publishing, "ThreadPoolExecutor", LateWriter)
         monkeypatch.setattr(worker, "WorkerEndpoint", Endpoint)

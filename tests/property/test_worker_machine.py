@@ -33,12 +33,14 @@ from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
     PromptGroupEnded,
+    PromptGroupIssued,
     SampleReady,
     SampleRolledOut,
     SampleScored,
 )
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.transactions import TransactionalWriter
+from relax_events.roles.prompt_records import PromptQueue
 from relax_events.runtime.control_view import ControlView
 from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.processors import SampleLoop
@@ -51,7 +53,7 @@ from relax_events.training.commit import StepCommitter
 from workers.prompter import PrompterLoop
 
 ROLES = ("trainer", "prompter", "reward", "advantage")
-SHARED = ("reward", "advantage")
+SHARED, SINGLE = ("reward", "advantage"), ("trainer", "prompter")
 NAMES = [f"{role}-0" for role in ROLES] + [f"{role}-1" for role in SHARED]
 MAX_ROUNDS = 150
 FORGED, FORGED_TOKENS = "forged", np.array([6, 6, 6, 6], np.int32)
@@ -146,10 +148,14 @@ class WorkerMachine(RuleBasedStateMachine):
     def offset_commit_is_lost(self, name: str) -> None:
         self._alive(name).process.lost_commit = True
 
-    @rule(how=st.sampled_from(["done", "not done"]), turns=st.integers(1, 12))
-    def transaction_is_unsure(self, how: str, turns: int) -> None:
-        """There is work, and the trainer does not learn whether its next commit took effect."""
-        self._alive("trainer-0").process.unsure_commit = how
+    @rule(
+        role=st.sampled_from(SINGLE),
+        how=st.sampled_from(["done", "not done"]),
+        turns=st.integers(1, 12),
+    )
+    def transaction_is_unsure(self, role: str, how: str, turns: int) -> None:
+        """There is work, and a process does not learn whether its next commit took effect."""
+        self._alive(f"{role}-0").process.unsure_commit = how
         self.everyone_works(turns, num_rolled_out=4)
 
     @rule(role=st.sampled_from(SHARED))
@@ -158,11 +164,13 @@ class WorkerMachine(RuleBasedStateMachine):
         if process is not None and process.is_running and process.worker is not None:
             process.worker.drain.start()
 
-    @rule()
-    def second_trainer_takes_over(self) -> None:
+    @rule(role=st.sampled_from(SINGLE), turns=st.integers(0, 4))
+    def second_one_takes_over(self, role: str, turns: int) -> None:
         """The first continues as a zombie."""
-        self.zombies.append(self._alive("trainer-0"))
-        self.run.start("trainer")
+        self.zombies.append(self._alive(f"{role}-0"))
+        self.run.start(role)
+        for _ in range(turns):
+            self.run.processes[f"{role}-0"].turn()
 
     @precondition(lambda self: self.zombies)
     @rule(pick=indices, turns=st.integers(1, 8))
@@ -284,6 +292,15 @@ class WorkerMachine(RuleBasedStateMachine):
             for end in self.run.events("control.prompt-group-outcomes")
             if isinstance(end, PromptGroupEnded)
         )
+
+    @invariant()
+    def prompt_groups_are_issued_once(self) -> None:
+        ids = [
+            issued.prompt_group_id
+            for issued in self.run.events("prompt.groups")
+            if isinstance(issued, PromptGroupIssued)
+        ]
+        assert len(set(ids)) == len(ids), f"issued twice: {sorted(ids)}"
 
     def offsets_pass_only_what_is_done(self) -> None:
         """Checked at every offset commit: a process that is killed at that moment reads all
@@ -545,6 +562,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
         "transactional_id",
         lambda *_: f"trainer-{next(unique)}",
     ),
+    "the prompter does not look": (PromptQueue, "look", lambda *_: []),
     "what ended untrained is not issued again": (
         PrompterLoop,
         "_choose_successor",
