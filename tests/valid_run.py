@@ -493,6 +493,7 @@ TAMPERINGS: dict[str, Tampering] = {
         run, "control.train-steps", 3, prompt_group_ids=[], sample_ids=[], **_NOTHING
     ),
     "policy versions not in order": lambda run: _again(run, "control.policy-versions", 3),
+    "two histories on one log": lambda run: run.at("control.policy-versions").append(published(0)),
     "policy version published without its train step": lambda run: run.at(
         "control.policy-versions"
     ).append(published(7)),

@@ -18,6 +18,7 @@ from typing import Protocol
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.events.codec import names_schema
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import (
     Event,
@@ -31,6 +32,7 @@ from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.records import Record
 from relax_events.projections.ledger import Ledger
+from relax_events.projections.ledger_findings import Rule
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
@@ -302,6 +304,9 @@ class LedgerReader:
         events = self._log.decode_samples(record)
         if not events:
             self._ledger.count_unreadable()
+            is_control = self._plan.parse_entity(record.topic).startswith("control.")
+            if is_control and names_schema(record.value):
+                self._ledger.add_finding(Rule.UNREADABLE_CONTROL, record.location)
             return
         for event in events:
             self._ledger.apply(event, at, key=record.key)

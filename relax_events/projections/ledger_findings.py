@@ -55,6 +55,8 @@ class Rule(StrEnum):
     STEP_ORDER = "train steps not in order"
     VERSION_ORDER = "policy versions not in order"
     UNPAIRED = "policy version published without its train step"
+    TWO_HISTORIES = "two histories on one log"
+    UNREADABLE_CONTROL = "control record that can't be read"
     MANIFEST = "weight manifest is not the one that was published"
 
 
@@ -97,6 +99,14 @@ REMEDIES = {
     Rule.STEP_ORDER: WRITER,
     Rule.VERSION_ORDER: WRITER,
     Rule.UNPAIRED: WRITER,
+    Rule.TWO_HISTORIES: (
+        "the run began again although it had a history: resume it from an import of the log as it "
+        "was (relax runs import), or train again under another run.id"
+    ),
+    Rule.UNREADABLE_CONTROL: (
+        "does broker.schema_registry name the registry of this run? Its ids are those of "
+        f"control.schemas. Otherwise {WRITER}"
+    ),
     Rule.MANIFEST: (
         "restore the object from a backup, or fork the run at another version (relax runs fork)"
     ),

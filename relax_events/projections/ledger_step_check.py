@@ -197,7 +197,13 @@ class SequenceCheck:
         self.next_step = self.next_version = self.first_version
 
     def apply_version(self, event: PolicyVersionPublished, where: str) -> None:
-        """Check that a version follows the one before."""
+        """Check that a version follows the one before. The first one after others begins a second
+        history, whose versions are counted anew.
+        """
+        if event.policy_version == self.first_version < self.next_version - 1:
+            again = f"publishes version {event.policy_version} again, after {self.next_version - 1}"
+            self.totals.findings.add(Rule.TWO_HISTORIES, f"{where} {again}")
+            self.next_version = self.first_version
         if event.policy_version != self.next_version:
             what = f"publishes {event.policy_version} where {self.next_version} must come"
             self.totals.findings.add(Rule.VERSION_ORDER, f"{where} {what}")
@@ -206,6 +212,11 @@ class SequenceCheck:
     def apply_step(self, event: TrainStepCommitted, where: str) -> None:
         """Check a step's order, its fields, and the weights of a skipped update."""
         step, findings = event.train_step, self.totals.findings
+        if step == self.first_version < self.next_step - 1:
+            again = f"commits train step {step} again, after {self.next_step - 1}"
+            findings.add(Rule.TWO_HISTORIES, f"{where} {again}")
+            self.next_step = self.first_version
+            self.consumed.clear()
         if step != self.next_step:
             findings.add(
                 Rule.STEP_ORDER, f"{where} commits {step} where {self.next_step} must come"
@@ -232,7 +243,7 @@ class SequenceCheck:
         findings, counts = Findings(), self.totals.findings.counts
         if (
             self.next_version > self.first_version
-            and not counts.keys() & {Rule.STEP_ORDER, Rule.VERSION_ORDER}
+            and not counts.keys() & {Rule.STEP_ORDER, Rule.VERSION_ORDER, Rule.TWO_HISTORIES}
             and self.next_version != self.next_step + 1
         ):
             newest = f"version {self.next_version - 1} is the newest"

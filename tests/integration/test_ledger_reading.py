@@ -171,6 +171,24 @@ def test_ledger_counts_foreign_and_unreadable_records(
     assert (totals["records_unreadable"], totals["samples_foreign"]) == (6, 1)
 
 
+def test_ledger_reports_control_records_of_schemas_that_it_cannot_read(
+    config: RunConfig, write: Callable[[ValidRun], None], producer: RecordProducer
+) -> None:
+    run = ValidRun(6, run_id=config.run.id)
+    write(run)
+    steps, samples = (run.plan.topic(name) for name in ("control.train-steps", "rollout.samples"))
+    foreign = b"\x00\x00\x00\x00\x63" + bytes(20)  # framed by a registry of another run
+    producer.write(
+        [ProducerRecord(steps, b"no event", partition=0)]
+        + [ProducerRecord(topic, foreign, partition=0) for topic in (steps, steps, samples)]
+    )
+    read = read_ledger(config)
+    (finding,) = read.findings()
+    assert (finding.rule, finding.count) == ("control record that can't be read", 2)
+    assert finding.examples[0].startswith(f"{steps}[0]@")
+    assert read.totals()["records_unreadable"] == 4
+
+
 def test_ledger_reports_weight_manifests_that_differ_from_the_published_ones(
     config: RunConfig, write: Callable[[ValidRun], None]
 ) -> None:

@@ -26,13 +26,16 @@ from relax_events.events.parts import (
     StoredArray,
     TopicOffset,
 )
-from relax_events.events.types import SampleReady
+from relax_events.events.types import PolicyVersionPublished, SampleReady
 from relax_events.history.ledger import stable_ranges
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.ledger_findings import REMEDIES, Rule
 
 STRANGE = "000900-0000-0"
-BY_HAND = {Rule.TOO_STALE, Rule.TRAINED_BY_OLDER_VERSION, Rule.MANIFEST, Rule.NOT_AS_SOURCE}
+BY_HAND = {
+    *(Rule.TOO_STALE, Rule.TRAINED_BY_OLDER_VERSION, Rule.MANIFEST, Rule.NOT_AS_SOURCE),
+    Rule.UNREADABLE_CONTROL,
+}
 """Rules with tests of their own: below, in test_replays.py and in
 tests/integration/test_ledger_reading.py."""
 
@@ -223,6 +226,21 @@ def test_records_of_a_generation_share_its_digest_in_memory() -> None:
     assert len(strings) == 1
 
 
+def test_second_history_on_a_log_is_named_instead_of_each_of_its_records() -> None:
+    run, second = ValidRun(6), ValidRun(4)
+    for entity in ("control.policy-versions", "control.train-steps"):
+        run.at(entity).extend(second.at(entity))
+    found = {finding.rule: finding for finding in run.ledger().findings()}
+    history = found[Rule.TWO_HISTORIES]
+    assert history.count == 2
+    assert "publishes version 0 again, after 6" in history.examples[0] + history.examples[1]
+    assert "commits train step 0 again, after 5" in history.examples[0] + history.examples[1]
+    assert not found.keys() & {
+        *(Rule.VERSION_ORDER, Rule.STEP_ORDER, Rule.OFFSET_WENT_BACK, Rule.TRAINED_BELOW_OFFSET),
+        Rule.UNPAIRED,
+    }
+
+
 def test_every_rule_has_a_remedy_and_a_test() -> None:
     assert set(REMEDIES) == set(Rule)
     assert {Rule(name) for name in TAMPERINGS} | BY_HAND == set(Rule)
@@ -254,8 +272,14 @@ def in_step(run: ValidRun) -> list[tuple[int, Any]]:
                 return int(getattr(event, name))
         return int(event.prompt_group_id[:6])
 
-    order = sorted(run.items(), key=lambda item: step_of(item[1]))
-    return [(max(step_of(event) - 4, 0), (at, event)) for at, event in order]
+    newest, items = 0, []
+    for at, event in run.items():
+        step = step_of(event)
+        if isinstance(event, PolicyVersionPublished):  # in the order of the log
+            step = newest = max(newest, step)
+        items.append((step, (at, event)))
+    items.sort(key=lambda item: item[0])
+    return [(max(step - 4, 0), item) for step, item in items]
 
 
 def test_ledger_memory_does_not_grow_with_the_run() -> None:
