@@ -35,7 +35,7 @@ from relax_events.objects import ObjectStore
 
 log = structlog.get_logger()
 PREFIX = "partials/"
-WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
+WHOLE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.LATE)
 ARRAYS = ("tokens", "logprobs", "top_tokens", "loss_mask", "routed_experts")
 KINDS = "iuf"
 """Accepted kinds of numpy dtypes: integers and floats, which hold no pointers."""
@@ -53,14 +53,16 @@ class PartialSamples:
 
         Args:
             prompt_group_id: The prompt group whose lease is released next.
-            samples: Its samples that have started, finished or aborted.
+            samples: Its samples that have started, finished or aborted. Failed ones are generated
+                again.
         """
-        begun = [sample for sample in samples if len(sample.tokens)]
-        if not begun or any(
-            sample.finish_reason is FinishReason.ERROR or sample.prompt_tokens is not None
-            for sample in begun
-        ):  # the episode of a program is begun again as a whole
-            return 0
+        begun = [
+            sample
+            for sample in samples
+            if len(sample.tokens) and sample.finish_reason in (*WHOLE, FinishReason.ABORT)
+        ]
+        if not begun or any(sample.prompt_tokens is not None for sample in begun):
+            return 0  # the episode of a program is begun again as a whole
         num_tokens, body = (
             sum(len(sample.tokens) for sample in begun),
             b"".join(_join_bytes(sample) for sample in begun),

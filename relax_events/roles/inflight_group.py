@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from relax_events.config import RunConfig
+from relax_events.config import AlgorithmConfig, RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import TokenizedTarget
 from relax_events.engines.protocol import (
@@ -28,6 +28,9 @@ from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
 from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
+
+LOST = (FinishReason.ERROR, FinishReason.LOST)
+MAX_ERROR_CHARACTERS = 600
 
 
 @dataclass(slots=True)
@@ -97,16 +100,27 @@ class InflightGroup:
         )
 
     @property
-    def errors(self) -> list[str]:
-        """Errors of failed samples."""
-        return [
-            sample.error for sample in self.samples if sample.finish_reason is FinishReason.ERROR
-        ]
+    def lost(self) -> list[GeneratedSample]:
+        """The samples that failed."""
+        return [sample for sample in self.samples if sample.finish_reason in LOST]
+
+    def find_failure(self, algorithm: AlgorithmConfig) -> str:
+        """Return why too few samples are usable for training, empty if enough are."""
+        num_samples, lost = self.issued.samples_per_prompt, self.lost
+        num_usable = num_samples - len(lost)
+        num_needed = algorithm.count_needed_samples(num_samples)
+        if num_usable >= num_needed:
+            return ""
+        return (
+            f"engine: {num_usable} of {num_samples} samples are usable, {num_needed} are needed "
+            f"(algorithm.min_samples_per_group): {len(lost)} lost; first: "
+            f"{lost[0].error:.{MAX_ERROR_CHARACTERS}}"
+        )
 
     def end_trace(self) -> None:
         """End the trace with the results of the generation."""
         num_tokens = sum(len(sample.tokens) for sample in self.samples)
-        error = f"engine: {self.errors[0]}" if self.errors else ""
+        error = f"engine: {self.lost[0].error}" if self.lost else ""
         facts: dict[str, Value] = {
             "policy_versions": self.policy_versions,
             "num_samples": len(self.samples),
@@ -210,6 +224,28 @@ def _build_sample_request(
     )
 
 
+def build_lost_sample(group: InflightGroup, sample: GeneratedSample) -> GeneratedSample:
+    """Return a sample that failed as it is recorded: its prompt alone, without the tokens that it
+    may have, in arrays of the shapes of the prompt group's other samples.
+    """
+    usable = next(one for one in group.samples if one.finish_reason not in LOST)
+    experts, tokens = usable.routed_experts, usable.top_tokens
+    num_experts = len(group.prompt_tokens) - 1
+    return GeneratedSample(
+        sample_id=sample.sample_id,
+        prompt_group_id=sample.prompt_group_id,
+        tokens=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        segments=(),
+        finish_reason=FinishReason.LOST,
+        error=sample.error,
+        top_tokens=None if tokens is None else tokens[:0],
+        routed_experts=None
+        if experts is None
+        else np.zeros((num_experts, *experts.shape[1:]), experts.dtype),
+    )
+
+
 def build_sample_event(
     group: InflightGroup,
     sample: GeneratedSample,
@@ -218,10 +254,10 @@ def build_sample_event(
     worker: Worker,
     renderer: PromptRenderer,
 ) -> SampleRolledOut:
-    """Build the event of a finished sample.
+    """Build the event of a finished or lost sample.
 
     Args:
-        group: Its prompt group.
+        group: Its prompt group, of which at least one sample is usable.
         sample: As the engine returned it.
         owner: The policy version that the whole prompt group is assigned to.
         worker: The worker that generated it.
@@ -229,6 +265,8 @@ def build_sample_event(
     Raises:
         ConfigError: The engine did not return data that the algorithm needs.
     """
+    if sample.finish_reason in LOST:
+        sample = build_lost_sample(group, sample)
     issued, completion = group.issued, sample.tokens
     prompt = group.prompt_tokens if sample.prompt_tokens is None else sample.prompt_tokens
     index = int(sample.sample_id.rpartition("/")[2])
@@ -257,6 +295,7 @@ def build_sample_event(
         path_lengths=list(sample.path_lengths),
         path_media=[list(media) for media in sample.path_media],
         environment_rewards=np.array(rewards) if (rewards := sample.environment_rewards) else None,
+        error=sample.error[:MAX_ERROR_CHARACTERS],
         worker_id=worker.worker_id,
     )
 
@@ -264,7 +303,7 @@ def build_sample_event(
 def _build_key(
     issued: PromptGroupIssued, sample: GeneratedSample, *, index: int, owner: int
 ) -> SampleKey:
-    versions = [segment.policy_version for segment in sample.segments]
+    versions = [segment.policy_version for segment in sample.segments] or [owner]
     return SampleKey(
         sample_id=sample.sample_id,
         prompt_group_id=issued.prompt_group_id,

@@ -9,17 +9,24 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 
+import structlog
+
 from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import EpisodeFailed
 from relax_events.events.generations import mark_generation
 from relax_events.events.parts import Outcome
 from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.handover import PartialSamples
-from relax_events.roles.inflight_group import InflightGroup, build_sample_event
+from relax_events.roles.inflight_group import (
+    MAX_ERROR_CHARACTERS,
+    InflightGroup,
+    build_sample_event,
+)
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.topics.names import ROLLOUT_SAMPLES
 
+log = structlog.get_logger()
 MAX_REMEMBERED_GROUPS = 1024
 NUM_PARTS = 8
 """Of a train step: smaller parts of its prompt groups wait for others."""
@@ -49,20 +56,19 @@ class SampleWriter:
         on.
         """
         for group in groups:
-            prompt_group_id, errors = group.issued.prompt_group_id, group.errors
-            failure = (
-                [
-                    self._worker.records.build_end_request(
-                        prompt_group_id, Outcome.FAILED, f"engine: {errors[0]}"
-                    )
-                ]
-                if errors
-                else []
-            )
-            if errors and self._worker.config.environment.has_episodes:
-                self._worker.records.dead_letter(group.leases[0].record, EpisodeFailed(errors[0]))
+            prompt_group_id = group.issued.prompt_group_id
+            failure = group.find_failure(self._worker.config.algorithm)
+            if failure and self._worker.config.environment.has_episodes:
+                self._worker.records.dead_letter(group.leases[0].record, EpisodeFailed(failure))
                 self._worker.records.flush_dead_letters()
-            *others, last = failure or self._records(group)
+            if group.lost:
+                log.warning(
+                    "samples.lost",
+                    prompt_group_id=prompt_group_id,
+                    num_samples=len(group.lost),
+                    error=group.lost[0].error[:MAX_ERROR_CHARACTERS],
+                )
+            *others, last = self._end(prompt_group_id, failure) if failure else self._records(group)
             for record in others:
                 self._worker.records.producer.send(record)
             # all are of one partition, so the last one is acknowledged last
@@ -114,6 +120,9 @@ class SampleWriter:
             group.done()
             group.end_trace()
         self._partials.forget(group.issued.prompt_group_id for group in settled if group.is_resumed)
+
+    def _end(self, prompt_group_id: str, failure: str) -> list[ProducerRecord]:
+        return [self._worker.records.build_end_request(prompt_group_id, Outcome.FAILED, failure)]
 
     def _records(self, group: InflightGroup) -> list[ProducerRecord]:
         owner = group.policy_versions[0]

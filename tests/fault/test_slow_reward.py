@@ -1,5 +1,5 @@
-"""A reward function hangs on one sample, longer than any timeout: the sample's prompt group fails
-and is counted, and the run continues.
+"""A reward function hangs on one sample, longer than any timeout: the sample is refused and counted,
+and the run continues.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import Outcome
-from relax_events.events.types import PromptGroupEnded
+from relax_events.events.sample_columns import split_samples
+from relax_events.events.types import SampleScored
 
 # a member that did not look after its session for so long would have lost its partitions: they last
 # 3 s
@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 4.0
 
 
 @pytest.mark.long
-def test_hanging_reward_function_fails_only_one_prompt_group(
+def test_hanging_reward_function_costs_only_one_sample(
     start_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     run = start_run(
@@ -35,16 +35,17 @@ def test_hanging_reward_function_fails_only_one_prompt_group(
     run.recovers_within(WORKER_SECONDS)
 
     assert run.wait_until_ended(run.process) == 0
-    assert assert_ledger_balances(run)["outcomes"]["failed"] == 1
-    events = [
-        EventCodec().decode(record.value) for record in run.records("control.prompt-group-outcomes")
-    ]
-    (failed,) = (
-        event
-        for event in events
-        if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.FAILED
-    )
-    assert f"took longer than {TIMEOUT_SECONDS:g} s (reward.timeout_seconds)" in failed.reason
+    ledger = assert_ledger_balances(run)
+    assert (ledger["outcomes"]["failed"], ledger["samples_by_outcome"]["refused"]) == (0, 1)
+    scores = run.records("reward.scores", num_partitions=run.plan.num_sample_partitions)
+    errors = {
+        event.error
+        for record in scores
+        for event in split_samples(EventCodec().decode(record.value))
+        if isinstance(event, SampleScored) and event.error is not None
+    }
+    assert len(errors) == 1
+    assert f"took longer than {TIMEOUT_SECONDS:g} s (reward.timeout_seconds)" in errors.pop()
     assert len(run.logged("reward-0", "worker.started")) == 1
     assert not run.logged("reward-0", "partitions.lost")
 

@@ -13,11 +13,12 @@ import sys
 import threading
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import event_samples
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -36,7 +37,7 @@ from relax_events.data.rows import PromptRow
 from relax_events.errors import BrokerError, CorruptRecord, PoisonSample, SchemaError, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.generations import mark_generation
-from relax_events.events.parts import ChatMessage, TopicOffset
+from relax_events.events.parts import ChatMessage, FinishReason, TopicOffset
 from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import (
     Event,
@@ -93,6 +94,14 @@ LEDGER_TOPICS = (
     "control.prompt-group-outcomes",
 )
 UNSCORABLE = "unscorable"
+LOST: dict[str, Any] = {
+    "finish_reason": FinishReason.LOST,
+    "tokens": np.array([5, 6], np.int32),
+    "loss_mask": np.zeros(2, np.uint8),
+    "rollout_logprobs": np.zeros(2, np.float32),
+    "version_segments": [],
+    "error": "its environment is gone",
+}
 HUGE_ROW = 6
 TURN_SECONDS = 100.0
 
@@ -405,13 +414,14 @@ class SimulatedRun:
         SampleLoop(opened, score).run()
 
     def _scored(self, sample: SampleRolledOut) -> SampleScored:
-        failed = sample.answer == UNSCORABLE
-        reward = zlib.crc32(sample.sample_id.encode()) % 10 / 10
+        digest, is_scored = zlib.crc32(sample.sample_id.encode()), sample.finish_reason.is_scored
+        failed = is_scored and (sample.answer == UNSCORABLE or digest % 9 == 0)
+        reward = digest % 10 / 10
         if sample.key.row % 8 == HUGE_ROW:  # as releases wrote it that did not bound rewards
             reward = 1e308
         return SampleScored(
             key=sample.key,
-            reward=None if failed else reward,
+            reward=None if failed or not is_scored else reward,
             error="no verdict" if failed else None,
             reward_name="hash",
         )
@@ -469,10 +479,15 @@ class SimulatedRun:
         return [event for entry in entries for event in self.decoded(entry.stored)]
 
     def roll_out(
-        self, issued: PromptGroupIssued, *, policy_version: int, num_samples: int | None = None
+        self,
+        issued: PromptGroupIssued,
+        *,
+        policy_version: int,
+        num_samples: int | None = None,
+        lost: Collection[int] = (),
     ) -> None:
         """Write a prompt group's samples, or the first of them, as an engine on that version
-        does."""
+        does; those at the indexes in `lost` are their prompts alone."""
         samples = [
             event_samples.rolled_out(
                 issued.prompt_group_id,
@@ -481,6 +496,7 @@ class SimulatedRun:
                 of=issued.samples_per_prompt,
                 row=issued.row,
                 answer=issued.answer,
+                **(LOST if index in lost else {}),
             )
             for index in range(issued.samples_per_prompt)
         ]

@@ -56,6 +56,7 @@ ROLES = ("trainer", "prompter", "reward", "advantage")
 SHARED, SINGLE = ("reward", "advantage"), ("trainer", "prompter")
 NAMES = [f"{role}-0" for role in ROLES] + [f"{role}-1" for role in SHARED]
 MAX_ROUNDS = 150
+NUM_SAMPLES = 3
 FORGED, FORGED_TOKENS = "forged", np.array([6, 6, 6, 6], np.int32)
 CODEC = EventCodec()
 names = st.sampled_from(NAMES)
@@ -74,7 +75,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @initialize()
     def start_run(self) -> None:
-        self._start(SimulatedRun(self._patches))
+        self._start(SimulatedRun(self._patches, samples_per_prompt=NUM_SAMPLES))
 
     def _start(self, run: SimulatedRun) -> None:
         self.run = run
@@ -98,14 +99,20 @@ class WorkerMachine(RuleBasedStateMachine):
         for _ in range(turns):
             self._everyone_takes_a_turn()
 
-    @rule(pick=indices, lag=st.integers(0, 3), is_settled=st.booleans())
-    def roll_out(self, pick: int, lag: int, is_settled: bool) -> None:
-        """An engine finishes a prompt group, perhaps on stale weights; a lease that it can't
-        acknowledge is redelivered."""
+    @rule(
+        pick=indices,
+        lag=st.integers(0, 3),
+        is_settled=st.booleans(),
+        lost=st.frozensets(st.integers(0, NUM_SAMPLES - 1), max_size=NUM_SAMPLES - 1),
+    )
+    def roll_out(self, pick: int, lag: int, is_settled: bool, lost: frozenset[int]) -> None:
+        """An engine finishes a prompt group, perhaps on stale weights, and loses some samples; a
+        lease that it can't acknowledge is redelivered."""
         due = self._due()
         if due:
             offset, issued = due[pick % len(due)]
-            self.run.roll_out(issued, policy_version=max(self.run.published_version - lag, 0))
+            version = max(self.run.published_version - lag, 0)
+            self.run.roll_out(issued, policy_version=version, lost=lost)
             if is_settled:
                 del self.run.open_leases[offset]
 
@@ -212,7 +219,10 @@ class WorkerMachine(RuleBasedStateMachine):
         """A role writes samples, or an outcome that it may not write, to the topic of its end
         requests."""
         name, version = self._pick_issued(pick), max(self.run.published_version, 0)
-        samples = [ready(name, index, version=version, tokens=FORGED_TOKENS) for index in range(2)]
+        samples = [
+            ready(name, index, version=version, of=NUM_SAMPLES, tokens=FORGED_TOKENS)
+            for index in range(NUM_SAMPLES)
+        ]
         for event in samples if outcome is None else [ended(name, outcome, reason=FORGED)]:
             self._write(
                 "prompt.end-requests", name, self.run.published_version, CODEC.encode(event)
@@ -233,8 +243,10 @@ class WorkerMachine(RuleBasedStateMachine):
             "of one sample": {"samples_per_prompt": 1},
             "other slot": {"group_index": 77},
         }.get(how, {})
-        for index in range(2):
-            event = ready(name, index, version=version, tokens=FORGED_TOKENS, **changes)
+        for index in range(NUM_SAMPLES):
+            event = ready(
+                name, index, version=version, of=NUM_SAMPLES, tokens=FORGED_TOKENS, **changes
+            )
             if how == "of tomorrow":
                 event = changed(
                     event,
@@ -419,7 +431,8 @@ class WorkerMachine(RuleBasedStateMachine):
         """Let engines on the newest version finish so many prompt groups, and settle their
         leases."""
         for offset, issued in self._due()[:num_rolled_out]:
-            self.run.roll_out(issued, policy_version=self.run.published_version)
+            lost = (issued.row % (2 * NUM_SAMPLES),)  # none in half of the prompt groups
+            self.run.roll_out(issued, policy_version=self.run.published_version, lost=lost)
             del self.run.open_leases[offset]
 
     def _everyone_takes_a_turn(self, *, but: Any = None) -> None:
@@ -472,7 +485,13 @@ class OverlapMachine(WorkerMachine):
     @initialize(max_staleness=st.sampled_from([1, 3, 5]))
     def start_run(self, max_staleness: int) -> None:  # type: ignore[override]  # hypothesis fills it in
         self._start(
-            SimulatedRun(self._patches, overlap=True, max_staleness=max_staleness, num_steps=8)
+            SimulatedRun(
+                self._patches,
+                overlap=True,
+                max_staleness=max_staleness,
+                num_steps=8,
+                samples_per_prompt=NUM_SAMPLES,
+            )
         )
 
 

@@ -66,7 +66,7 @@ def test_different_trajectory_has_a_different_generation_digest(changes: dict[st
 
 
 def test_identical_trajectories_share_one_generation_digest() -> None:
-    again = generation(worker_id="rollout-1", rolled_out_at=2)
+    again = generation(worker_id="rollout-1", rolled_out_at=2, error="61 s")
     assert digest_of(again) == digest_of(generation()[::-1]) == digest_of(generation())
     assert re.fullmatch("v2-[0-9a-f]{32}", digest_of(again))
 

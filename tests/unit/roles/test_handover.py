@@ -164,3 +164,20 @@ def test_partial_sample_is_restored_with_all_its_fields(partials: PartialSamples
                 np.testing.assert_array_equal(other, one, strict=True)
             else:
                 assert other == one, field.name
+
+
+def test_failed_samples_are_generated_again_and_late_ones_are_kept(
+    partials: PartialSamples,
+) -> None:
+    samples = [
+        sample(0, 3, FinishReason.LATE, 5),
+        sample(1, 4, FinishReason.ERROR, 5),
+        sample(2, 0, FinishReason.LOST),
+        sample(3, 2, FinishReason.ABORT, 5),
+    ]
+    assert partials.keep(GROUP, samples) == 5
+    kept = partials.find(GROUP, num_samples=4)
+    assert {index: one.finish_reason for index, one in kept.items()} == {
+        0: FinishReason.LATE,
+        3: FinishReason.ABORT,
+    }
