@@ -90,7 +90,7 @@ class TransformersEngine:
             max_rows=max_rows, max_tokens=config.max_context_tokens, experts=self._model.experts
         )
         with self._model.with_effective_adapters():
-            self._rule = measure_invariance(self._model, max_rows=max_rows)
+            self._rule = measure_invariance(self._model, max_rows=max_rows, max_tokens=max_tokens)
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[SampleState] = deque()
         self._running_ids: set[str] = set()

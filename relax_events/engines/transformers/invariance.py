@@ -30,7 +30,10 @@ from relax_events.engines.transformers.kv_cache import RowCache
 log = structlog.get_logger()
 PROBE_LENGTH = 16
 PROBE_ATTENTION_LENGTHS = (32, 48, 128, 1024)
-"""Attention lengths to probe, padding included."""
+"""Attention lengths to probe, padding included, up to the longest of the engine."""
+MAX_PROBE_BYTES = 2**30
+"""Of the probe's keys and values: 256 rows of 1,024 tokens take 12 GB in a model of 0.5 GB, and
+39 GB in one of 8."""
 PROBE_PROMPTS = (2, 8, 40)
 PROBE_SEED = 20_260_101
 
@@ -41,7 +44,7 @@ class PaddingRule:
 
     agrees: bool
     """Whether the probe row had the same bits at every probed length and index, with `max_rows`
-    rows.
+    rows, or with as many as fit into the probe's memory.
     """
     min_rows: int
     """Decoding steps are padded to at least this many rows: above it the number of rows did not
@@ -52,17 +55,22 @@ class PaddingRule:
 
 
 @torch.inference_mode()
-def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
+def measure_invariance(
+    model: CausalModel, *, max_rows: int, max_tokens: int, max_bytes: int = MAX_PROBE_BYTES
+) -> PaddingRule:
     """Measure how to pad batches; see the module's docstring for what may depend on the result.
 
     Args:
         model: The model, on its device and with its final number of threads.
         max_rows: Maximum number of running samples, a multiple of the model's `row_block`.
+        max_tokens: Longest context of a sample, at least 32.
+        max_bytes: Bound of the probe's keys and values; fewer rows are probed where it is hit.
     """
-    full_batches = [
-        _probe_rows(model, num_rows=max_rows, num_tokens=length)
-        for length in PROBE_ATTENTION_LENGTHS
-    ]
+    lengths = [length for length in PROBE_ATTENTION_LENGTHS if length <= max_tokens]
+    max_rows = min(
+        max_rows, _count_rows_that_fit(model, num_tokens=lengths[-1], max_bytes=max_bytes)
+    )
+    full_batches = [_probe_rows(model, num_rows=max_rows, num_tokens=length) for length in lengths]
     expected = full_batches[0][0]
 
     def is_same(rows: Sequence[Tensor]) -> bool:
@@ -93,6 +101,14 @@ def measure_invariance(model: CausalModel, *, max_rows: int) -> PaddingRule:
     return rule
 
 
+def _count_rows_that_fit(model: CausalModel, *, num_tokens: int, max_bytes: int) -> int:
+    """Return the rows of so many tokens whose cache fits the bound, at least one block."""
+    block = model.row_block
+    cache = RowCache(max_rows=block, max_tokens=num_tokens)
+    _probe_rows(model, num_rows=block, num_tokens=num_tokens, cache=cache)
+    return max(max_bytes // cache.num_bytes, 1) * block
+
+
 def _counts_below(max_rows: int, block: int) -> list[int]:
     """Return the numbers of rows to probe, largest first: halves, and a number that is not a power
     of two.
@@ -110,6 +126,7 @@ def _probe_rows(
     num_rows: int,
     num_prompts: int = 1,
     num_tokens: int = PROBE_ATTENTION_LENGTHS[0],
+    cache: RowCache | None = None,
 ) -> list[Tensor]:
     """Prefill and decode the probe among other rows; return the logits after both, at several row
     indices.
@@ -119,6 +136,7 @@ def _probe_rows(
         num_rows: Rows of the decoding step.
         num_prompts: Prompts of the prefill.
         num_tokens: Attention length.
+        cache: An empty cache of this size; None for a new one.
     """
     generator = torch.Generator().manual_seed(PROBE_SEED + num_rows)
     tokens = torch.randint(model.vocab_size, (num_prompts, PROBE_LENGTH), generator=generator)
@@ -129,7 +147,8 @@ def _probe_rows(
     prefilled, prompts = model.prefill(
         tokens, torch.full((num_prompts,), PROBE_LENGTH - 1, device=model.device)
     )
-    cache = RowCache(max_rows=num_rows, max_tokens=num_tokens)
+    if cache is None:
+        cache = RowCache(max_rows=num_rows, max_tokens=num_tokens)
     cache.fill(range(num_rows), prompts, sources=sources, num_tokens=PROBE_LENGTH)
     positions = torch.full((num_rows,), PROBE_LENGTH, device=model.device)
     decoded = model.decode(

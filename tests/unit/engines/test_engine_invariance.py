@@ -14,6 +14,7 @@ from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.engines.transformers.causal_model import CausalModel
 from relax_events.engines.transformers.engine import TransformersEngine
 from relax_events.engines.transformers.invariance import PaddingRule, measure_invariance
+from relax_events.engines.transformers.kv_cache import RowCache
 
 NUM_GROUPS = 12
 STOPS = (7, 40)
@@ -118,15 +119,37 @@ def test_invariance_measurement_finds_how_rounding_depends_on_rows(
     error_of: Any, expected: PaddingRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = rounding(monkeypatch, of_step=error_of)
-    assert measure_invariance(model, max_rows=64) == expected
+    assert measure_invariance(model, max_rows=64, max_tokens=1024) == expected
 
 
 def test_invariance_measurement_detects_rounding_of_joint_prefills(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rule = measure_invariance(rounding(monkeypatch, of_prompts=len), max_rows=64)
+    rule = measure_invariance(rounding(monkeypatch, of_prompts=len), max_rows=64, max_tokens=1024)
     assert rule.agrees
     assert not rule.prefills_together
+
+
+@pytest.mark.parametrize("max_bytes", [2**30, 2**21], ids=["all rows", "rows that fit"])
+def test_invariance_measurement_takes_no_more_memory_than_the_engine_may(
+    max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A probe of 256 rows of 1,024 tokens took 12 GB for a model of 0.5 GB."""
+    probed: list[tuple[int, int, RowCache]] = []
+
+    def record(*, max_rows: int, max_tokens: int) -> RowCache:
+        probed.append((max_rows, max_tokens, RowCache(max_rows=max_rows, max_tokens=max_tokens)))
+        return probed[-1][2]
+
+    monkeypatch.setattr("relax_events.engines.transformers.invariance.RowCache", record)
+    model = rounding(monkeypatch)
+    rule = measure_invariance(model, max_rows=256, max_tokens=256, max_bytes=max_bytes)
+    assert rule.agrees
+    assert max(num_tokens for _, num_tokens, _ in probed) == 128, "1,024 is beyond the context"
+    assert max(cache.num_bytes for *_, cache in probed) <= max_bytes
+    most = max(num_rows for num_rows, *_ in probed)
+    assert most == 256 if max_bytes == 2**30 else model.row_block <= most < 256
+    assert rule.min_rows <= most
 
 
 def rounding(
