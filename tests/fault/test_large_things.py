@@ -5,6 +5,7 @@ rejected by its producer.
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -12,11 +13,12 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
 from poison import OVERSIZE_BYTES
+from run_setup import DEVICE_CELLS
 
 from relax_events.errors import BrokerRefused
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import StoredArray
-from relax_events.events.types import PromptGroupEnded
+from relax_events.events.parts import Outcome, StoredArray
+from relax_events.events.types import PromptGroupEnded, TrainStepCommitted
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 
@@ -106,3 +108,74 @@ def test_oversize_record_is_rejected_by_the_broker(
     )
     producer.close()
     assert [record.value for record in run.records(entity)] == [b"the producer is of use still"]
+
+
+AGENT = """
+import http.client, json, os, sys, zlib
+from urllib.parse import urlsplit
+task = json.load(open(os.environ["RELAX_TASK_FILE"]))
+group_id = task["prompt_group_id"]
+step, index, attempt = map(int, group_id.split("-"))
+number = 4 * step + index
+base = urlsplit(os.environ["OPENAI_BASE_URL"])
+for path in range(40 if number % 10 == 1 else 1):
+    text = f"{path} of {number}"
+    if number % 10 == 5 and not attempt:
+        text = "a very long text " * 3
+    connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
+    messages = [{"role": "user", "content": text}]
+    body = json.dumps({"model": "any", "messages": messages, "max_tokens": 2})
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+               "Content-Type": "application/json"}
+    connection.request("POST", base.path + "/chat/completions", body, headers)
+    reply = connection.getresponse()
+    answer = json.load(reply)
+    if reply.status != 200:
+        sys.exit(answer["error"]["message"])
+"""
+BUDGET = 2 * DEVICE_CELLS
+NUM_STEPS = 4
+
+
+@pytest.mark.timeout(900)
+def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_its_prompt_group(
+    start_run: Callable[..., FaultRun], directory: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    run = start_run(
+        run={"num_steps": NUM_STEPS, "prompts_per_step": 4},
+        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
+        engine={"sampling": {"max_new_tokens": 120}},
+        environment={
+            "command": [sys.executable, "-I", "-S", str(file)],
+            "concurrency": 8,
+            "max_turns": 40,
+        },
+        trainer={
+            "backend": f"{directory / 'trainer.py'}:Small",
+            "max_tokens_per_micro_batch": BUDGET,
+        },
+    )
+    # killed before the gradients are discarded, and after a step that has smaller passes
+    run.arm("trainer.out_of_memory:2=kill", "trainer.after_commit:2=kill")
+    assert run.wait_until_ended(run.start(), timeout_seconds=600) == 0
+    assert len(run.fired()) == 2
+    assert assert_ledger_balances(run)["outcomes"]["failed"] == 2
+    assert {len(sample.path_lengths) for sample in run.samples()} == {0, 40}
+    assert max(len(sample.tokens) for sample in run.samples()) > 4 * BUDGET
+    ends = [run.decode(record) for record in run.records("control.prompt-group-outcomes")]
+    failed = [one for one in ends if isinstance(one, PromptGroupEnded) and one.reason]
+    assert {one.prompt_group_id for one in failed} == {"000001-0001-0", "000003-0003-0"}
+    for one in failed:
+        assert one.outcome is Outcome.FAILED
+        assert f"out of memory: a path of sample {one.prompt_group_id}/" in one.reason
+        assert "run.max_failed_prompt_groups" in one.reason
+    steps = [run.decode(record) for record in run.records("control.train-steps")]
+    assert all(isinstance(one, TrainStepCommitted) for one in steps)
+    budgets = [one.max_cells for one in steps]
+    assert any(budgets), "a step that was trained in smaller passes names them"
+    assert max(budgets) <= DEVICE_CELLS
+    replays = run.logged("trainer-0", "train_steps.replayed")
+    assert sum(line["num_steps"] for line in replays) > 0
+    assert all(line["identical"] for line in replays)
