@@ -299,9 +299,6 @@ class EpisodeEngine(CallEngine):
                 )
         except (PoisonSample, ObjectError) as error:
             problem = str(error)
-        except EpisodeLate as error:
-            problem = str(error)
-            self._metrics.count_episode("late")
         except RelaxError:
             raise  # of the worker, such as an object store that is away
         except Exception as error:
@@ -311,11 +308,19 @@ class EpisodeEngine(CallEngine):
         return build_empty_sample(episode.request, episode.name, FinishReason.ERROR, error=problem)
 
     async def _run_attempt(self, session: Session) -> GeneratedSample:
-        await self._driver.drive(session)
+        outcome, reason, problem = "finished", None, ""
+        try:
+            await self._driver.drive(session)
+        except EpisodeLate as error:
+            session.close()
+            outcome, reason, problem = "late", FinishReason.LATE, str(error)
+            log.warning("episode.late", sample_id=session.sample.sample_id, error=problem)
         self._metrics.count_malformed_calls(session.malformed_calls)
         trains_all_paths = self._config.environment.trained_paths == "all"
-        sample = finish_sample(session, trains_all_paths=trains_all_paths)
-        self._metrics.count_episode("finished")
+        sample = finish_sample(
+            session, trains_all_paths=trains_all_paths, reason=reason, error=problem
+        )
+        self._metrics.count_episode(outcome)
         if session.graph.num_forks:
             self._metrics.count_forks(session.graph.num_forks)
             log.info(

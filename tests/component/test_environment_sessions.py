@@ -214,7 +214,13 @@ def test_session_that_misbehaves_costs_itself_alone(
         ended = one.finish(guilty, one.request("g1", num_samples=7))
         sample = ended.pop("g0/0")
         assert problem in sample.error
-        assert (sample.finish_reason is FinishReason.STOP) == (how == "slows")
+        is_late = "took longer" in problem or name == "AsyncMisbehaving"
+        ending = FinishReason.LATE if is_late else FinishReason.ERROR
+        assert sample.finish_reason is (FinishReason.STOP if how == "slows" else ending)
+        assert (len(sample.tokens) > 0) == (is_late or how == "slows")
+        if is_late:
+            assert sample.environment_rewards == (0.5, 0.0), "of the late turn too"
+            assert one.attempts("late") == 1
         assert {each.finish_reason for each in ended.values()} == {FinishReason.STOP}
         assert {each.environment_rewards for each in ended.values()} == {(0.5, 1.0, 1.5)}
         spent = (one.attempts("begun_again") or 0) + (one.attempts("failed") or 0)

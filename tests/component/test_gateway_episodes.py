@@ -220,6 +220,7 @@ time.sleep(60)
         begin(engine)
         (slow,) = finish(engine)
     assert mark.read_text() == "x", "a program has a process of its own"
+    assert (slow.finish_reason, len(slow.tokens) > 0) == (FinishReason.LATE, True)
     assert "took longer than 0.5 s (environment.episode_seconds)" in slow.error
 
 
