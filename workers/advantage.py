@@ -322,6 +322,7 @@ class AdvantageLoop:
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             tokens=_dense(sample.tokens, sample),
             path_lengths=sample.path_lengths,
+            truncated_paths=sample.truncated_paths,
             policy_logprobs=policy_logprobs,
             is_truncated=sample.finish_reason is FinishReason.LENGTH,
             is_late=sample.finish_reason is FinishReason.LATE,
@@ -361,6 +362,7 @@ class AdvantageLoop:
             path_media=sample.path_media,
             routed_experts=sample.routed_experts,
             path_lengths=sample.path_lengths,
+            truncated_paths=sample.truncated_paths,
             # no version generated the data's own answers
             version_segments=sample.version_segments if self._has_rewards else [],
         )

@@ -44,6 +44,7 @@ class RewardedSample:
     components: Mapping[str, float]
     tokens: NDArray[np.generic] | None = None
     path_lengths: Sequence[int] = ()
+    truncated_paths: Sequence[int] = ()
     policy_logprobs: NDArray[np.generic] | None = None
     ref_logprobs: NDArray[np.generic] | None = None
     values: NDArray[np.generic] | None = None
@@ -81,6 +82,7 @@ class RewardedSample:
             loss_mask=dense(sample.loss_mask, what=f"sample {sample.sample_id}: loss_mask"),
             tokens=read("tokens", is_needed=bool(sample.path_lengths)),
             path_lengths=sample.path_lengths,
+            truncated_paths=sample.truncated_paths,
             policy_logprobs=read(policy, is_needed=kl or teacher),
             ref_logprobs=read("ref_logprobs", is_needed=kl),
             values=read("values", is_needed=algorithm.needs_critic),
@@ -351,13 +353,15 @@ def _kl_penalties(
 def _lay_out_paths(
     samples: Sequence[RewardedSample], masks: Sequence[NDArray[np.bool_]]
 ) -> GroupValues:
-    """Return rows of zeros for the paths of the samples. The last turn of a sample is on its last
-    path, which is the one that was truncated.
-    """
+    """Return rows of zeros for the paths of the samples. A truncated sample's last path was."""
     paths = [
-        (owner, mask[path], sample.is_truncated and path.stop == len(mask))
+        (
+            owner,
+            mask[path],
+            number in sample.truncated_paths or (sample.is_truncated and path.stop == len(mask)),
+        )
         for owner, (sample, mask) in enumerate(zip(samples, masks, strict=True))
-        for path in sample.paths
+        for number, path in enumerate(sample.paths)
     ]
     owners, row_masks, is_truncated = zip(*paths, strict=True)
     lengths = np.array([mask.sum() for mask in row_masks], np.int64)

@@ -139,6 +139,8 @@ class GeneratedSample:
         prompt_messages: The messages of `prompt_tokens`.
         path_lengths: For an episode that branched, the tokens of each path, which `prompt_tokens`
             and `tokens` hold one after another, the path of `turns` last; empty for a single path.
+        truncated_paths: Which of those paths were truncated, from 0; empty for a single path, whose
+            finish reason says it.
         path_media: The media files of each of those paths, in the order of their placeholders;
             empty for a single path, and where none has media.
         environment_rewards: What a stateful environment gave to each turn of the policy, or a
@@ -159,6 +161,7 @@ class GeneratedSample:
     prompt_tokens: NDArray[np.int32] | None = None
     prompt_messages: tuple[ChatMessage, ...] = ()
     path_lengths: tuple[int, ...] = ()
+    truncated_paths: tuple[int, ...] = ()
     path_media: tuple[tuple[MediaRef, ...], ...] = ()
     environment_rewards: tuple[float, ...] = ()
 

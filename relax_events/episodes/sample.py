@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from relax_events.data.conversations import ASSISTANT
 from relax_events.engines.protocol import GeneratedSample, GenerationRequest
 from relax_events.episodes.graph import Row, path_media
-from relax_events.episodes.session import Session, build_turn
+from relax_events.episodes.session import Limit, Session, build_turn
 from relax_events.errors import EpisodeFailed
 from relax_events.events.parts import ChatMessage, FinishReason, merge_segments
 
@@ -81,6 +81,8 @@ def build_sample(session: Session, rows: Sequence[Row]) -> GeneratedSample:
     """Return the paths of a session as a sample."""
     main, num_prompt = rows[-1], len(rows[0].prompt_tokens)
     last, is_new = main.nodes[-1].sample, session.has_new_prompt
+    truncated = [number for number, row in enumerate(rows) if _is_truncated(session, row, main)]
+    is_truncated = len(rows) - 1 in truncated
     media = [tuple(path_media(row.nodes[-1])) for row in rows]
     return GeneratedSample(
         sample_id=session.sample.sample_id,
@@ -90,15 +92,26 @@ def build_sample(session: Session, rows: Sequence[Row]) -> GeneratedSample:
         tokens=_all_paths(rows, "tokens")[num_prompt:],
         logprobs=_all_paths(rows, "logprobs")[num_prompt:],
         segments=merge_segments((), (segment for row in rows for segment in row.segments)),
-        finish_reason=last.finish_reason if session.limit is None else FinishReason.LENGTH,
+        finish_reason=FinishReason.LENGTH if is_truncated else last.finish_reason,
         top_tokens=_top_tokens(rows),
         loss_mask=_all_paths(rows, "loss_mask")[num_prompt:],
         turns=tuple(_turns(session, main)),
         routed_experts=_routed_experts(rows),
         path_lengths=tuple(map(len, rows)) if len(rows) > 1 else (),
+        truncated_paths=tuple(truncated) if len(rows) > 1 else (),
         path_media=tuple(media) if len(rows) > 1 and any(media) else (),
         environment_rewards=session.rewards,
     )
+
+
+def _is_truncated(session: Session, row: Row, main: Row) -> bool:
+    """Return whether a path was truncated: its last turn was cut off by its length, or a call after
+    it was refused. What bounds the whole session truncates the path of the last turn.
+    """
+    leaf = row.nodes[-1]
+    is_refused = leaf in session.refused.get(Limit.CONTEXT, ())
+    is_spent = row is main and bool(session.refused.keys() - {Limit.CONTEXT})
+    return leaf.sample.finish_reason is FinishReason.LENGTH or is_refused or is_spent
 
 
 def _all_paths(rows: Sequence[Row], field: str) -> NDArray[Any]:

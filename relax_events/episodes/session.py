@@ -113,7 +113,8 @@ class Session:
         has_new_prompt: Whether the prompt is not that of the prompt group.
         runs_alone: Whether its environment shares no process with others.
         graph: The turns.
-        limit: The first bound that was met.
+        refused: The bounds that were met, in that order, each with the turns after which a call was
+            refused; None where it was to begin a conversation.
         error: Why the last turn failed; empty if it did not.
         num_calls: Turns that the engine was asked for.
         rewards: Of the environment for each turn, or of a harness.
@@ -129,7 +130,7 @@ class Session:
     has_new_prompt: bool = False
     runs_alone: bool = False
     graph: MessageGraph = field(default_factory=MessageGraph)
-    limit: Limit | None = None
+    refused: dict[Limit, set[Node | None]] = field(default_factory=dict)
     error: str = ""
     num_calls: int = 0
     rewards: tuple[float, ...] = ()
@@ -149,6 +150,11 @@ class Session:
         """The row of the prompt."""
         assert self.request.environment_context is not None, "checked on submission"
         return self.request.environment_context
+
+    @property
+    def limit(self) -> Limit | None:
+        """The first bound that was met."""
+        return next(iter(self.refused), None)
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -236,7 +242,7 @@ class Session:
         """
         prompt = np.concatenate([path_tokens(turn.continuation.parent), turn.input_tokens])
         async with self._entry:
-            while (count := self._count_room(len(prompt), max_tokens)) is None:
+            while (count := self._count_room(turn, len(prompt), max_tokens)) is None:
                 self._ended.clear()
                 await self._ended.wait()
             self._num_running += 1
@@ -281,10 +287,13 @@ class Session:
         if self._is_closed:
             raise SessionClosed("the session has ended; no further call is answered")
 
-    def _count_room(self, num_prompt: int, max_tokens: int | None) -> int | None:
+    def _count_room(
+        self, turn: PreparedTurn, num_prompt: int, max_tokens: int | None
+    ) -> int | None:
         """Return how many tokens a turn may sample; None if turns that run may need some of them.
 
         Args:
+            turn: What the policy reads before it.
             num_prompt: Tokens of its prompt.
             max_tokens: The caller's own bound on the turn.
         Raises:
@@ -294,7 +303,7 @@ class Session:
         self._require_open()
         left = self.request.sampling.max_new_tokens - self.num_sampled_tokens
         room = self.bounds.max_context_tokens - num_prompt
-        self._check_bounds(left, room, num_tokens=num_prompt)
+        self._check_bounds(left, room, num_tokens=num_prompt, parent=turn.continuation.parent)
         count = min(left, room) if max_tokens is None else min(left, room, max_tokens)
         has_turn = len(self.graph.nodes) + self._num_running < self.bounds.max_turns
         return count if has_turn and self._num_reserved + count <= left else None
@@ -324,21 +333,23 @@ class Session:
             environment_context=None,
         )
 
-    def _check_bounds(self, left: int, room: int, *, num_tokens: int) -> None:
+    def _check_bounds(self, left: int, room: int, *, num_tokens: int, parent: Node | None) -> None:
         bounds, max_new_tokens = self.bounds, self.request.sampling.max_new_tokens
         if len(self.graph.nodes) >= bounds.max_turns:
-            raise self._meet(Limit.TURNS, f"the session has had its {bounds.max_turns} turns")
+            text = f"the session has had its {bounds.max_turns} turns"
+            raise self._refuse(Limit.TURNS, text, parent=parent)
         if left < 1:
-            raise self._meet(Limit.TOKENS, f"the session has sampled its {max_new_tokens} tokens")
+            text = f"the session has sampled its {max_new_tokens} tokens"
+            raise self._refuse(Limit.TOKENS, text, parent=parent)
         if room < 1:
-            raise self._meet(
-                Limit.CONTEXT,
+            text = (
                 f"the conversation has {num_tokens} tokens, and the context ends at "
-                f"{bounds.max_context_tokens}",
+                f"{bounds.max_context_tokens}"
             )
+            raise self._refuse(Limit.CONTEXT, text, parent=parent)
 
-    def _meet(self, limit: Limit, text: str) -> SessionLimit:
-        self.limit = self.limit or limit
+    def _refuse(self, limit: Limit, text: str, *, parent: Node | None) -> SessionLimit:
+        self.refused.setdefault(limit, set()).add(parent)
         return SessionLimit(limit, text)
 
     def _build_empty_turn(self) -> SampleRequest:

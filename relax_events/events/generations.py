@@ -39,8 +39,9 @@ def describe_trajectory(
     it, wherever their arrays are.
 
     The rest covers the sample's index, finish reason, prompt length and temperature, its version
-    segments, its paths and its media, the loss mask, the engine's log-probabilities and the routed
-    experts. Left out: `topk_ids`, which a teacher may replace, and texts.
+    segments, its paths and which were truncated, its media, the loss mask, the engine's
+    log-probabilities and the routed experts. Left out: `topk_ids`, which a teacher may replace, and
+    texts.
 
     Args:
         sample: Its arrays need not be fetched from the object store.
@@ -61,6 +62,7 @@ def describe_trajectory(
                 num_prompt_media,
                 [media.digest for media in _list_media(sample)],
                 [[media.digest for media in path] for path in sample.path_media],
+                *([sample.truncated_paths] if sample.truncated_paths else []),
             )
         ).encode()
     )

@@ -124,6 +124,10 @@ class SampleRolledOut(SampleEvent):
     array along them, hold the paths one after another, each a sequence of its own that starts with
     a prompt. A token that several paths share is a loss token in the first of them alone. The last
     path is the one of `turns`. Empty for a single path."""
+    truncated_paths: Each[list[int]] = field(default_factory=list)
+    """Where `path_lengths` is given, the paths that were truncated, from 0: their last turn was cut
+    off by its length, the context had no room after it, or, for the last path, the session had no
+    turn or token left. `finish_reason` is that of the last path. Empty for a single path."""
     path_media: Each[list[list[MediaRef]]] = field(default_factory=list)
     """Where `path_lengths` is given, the media files of each path, in the order of their
     placeholders; the last are those of `messages` and `turns`. Empty for a single path, and where
@@ -256,6 +260,10 @@ class SampleReady(SampleEvent):
     array along them, hold the paths one after another, each a sequence of its own that starts with
     a prompt. A token that several paths share is a loss token in the first of them alone. The last
     path is the one of `turns`. Empty for a single path."""
+    truncated_paths: Each[list[int]] = field(default_factory=list)
+    """Where `path_lengths` is given, the paths that were truncated, from 0: their last turn was cut
+    off by its length, the context had no room after it, or, for the last path, the session had no
+    turn or token left. `finish_reason` is that of the last path. Empty for a single path."""
     path_media: Each[list[list[MediaRef]]] = field(default_factory=list)
     """Where `path_lengths` is given, the media files of each path, in the order of their
     placeholders; `media` is empty then. Empty for a single path, and where no path has media."""

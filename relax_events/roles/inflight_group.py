@@ -293,6 +293,7 @@ def build_sample_event(
         routed_experts=select_routed_experts(sample, worker.config, num_tokens=len(tokens)),
         topk_ids=select_top_tokens(sample, worker.config),
         path_lengths=list(sample.path_lengths),
+        truncated_paths=list(sample.truncated_paths),
         path_media=[list(media) for media in sample.path_media],
         environment_rewards=np.array(rewards) if (rewards := sample.environment_rewards) else None,
         error=sample.error[:MAX_ERROR_CHARACTERS],

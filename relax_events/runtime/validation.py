@@ -391,11 +391,21 @@ def _check_paths(event: SampleRolledOut | SampleReady) -> None:
             f"paths, got {len(media)}"
         )
     if not lengths:
+        if event.truncated_paths:
+            raise PoisonSample(
+                f"sample {event.sample_id}: truncated_paths needs path_lengths, got "
+                f"{event.truncated_paths}"
+            )
         return
     where, total = f"sample {event.sample_id}", event.tokens.shape[0]
     if min(lengths) < 1 or sum(lengths) != total:
         raise PoisonSample(
             f"{where}: path_lengths must be positive and add up to {total} tokens, got {lengths}"
+        )
+    cut = event.truncated_paths
+    if list(cut) != sorted(set(cut)) or not all(0 <= number < len(lengths) for number in cut):
+        raise PoisonSample(
+            f"{where}: truncated_paths must be ascending and below {len(lengths)}, got {cut}"
         )
     if event.num_prompt_tokens > lengths[0]:
         raise PoisonSample(

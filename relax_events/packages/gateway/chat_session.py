@@ -132,7 +132,8 @@ class ChatSession(Session):
             self._require_open()
             messages = await self._resolve(messages)
             if text := self._describe_excess(messages, tools):
-                raise self._meet(Limit.CONTEXT, text)
+                parent = self.graph.find(messages, tools=tools).parent
+                raise self._refuse(Limit.CONTEXT, text, parent=parent)
             turn = replace(await self._prepare(messages, tools), max_calls=max_calls)
             async with self.begin_turn(turn, max_tokens=max_tokens) as request:
                 media = await self._load_media(turn.continuation)

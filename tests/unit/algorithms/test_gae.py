@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,8 @@ def test_bootstrap_is_at_the_end_of_the_path_that_was_cut_off() -> None:
     )
     settings = {"gamma": 0.5, "gae_lambda": 0.5, "bootstrap_truncated": True}
     assert estimate([one], **settings) == [[0.0, -0.1875, 0.75, 0.0, 0.875]]
+    first = replace(one, is_truncated=False, truncated_paths=(0,))
+    assert estimate([first], **settings) == [[0.0, -0.15625, 0.875, 0.0, 0.75]]
 
 
 def test_lambda_adapts_to_the_length_of_each_sample() -> None:

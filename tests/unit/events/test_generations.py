@@ -54,11 +54,12 @@ def digest_of(samples: list[SampleRolledOut]) -> str:
         {"finish_reason": FinishReason.LENGTH},
         {"num_prompt_tokens": 1},
         {"path_lengths": [2, 2]},
+        {"truncated_paths": [0]},
         {"routed_experts": np.zeros((3, 1, 1), np.uint8)},
     ],
     ids=[
         *("tokens", "loss_mask", "rollout_logprobs", "version_segments", "media", "temperature"),
-        *("type of loss_mask", "finish_reason", "prompt", "paths", "experts"),
+        *("type of loss_mask", "finish_reason", "prompt", "paths", "truncated paths", "experts"),
     ],
 )
 def test_different_trajectory_has_a_different_generation_digest(changes: dict[str, Any]) -> None:

@@ -49,6 +49,15 @@ def vector(*values: float, dtype: Any = np.float32) -> np.ndarray:
             "path_lengths must begin with the path of num_prompt_tokens = 2, got 1",
         ),
         (
+            {"path_lengths": [2, 2], "truncated_paths": [1, 0]},
+            "truncated_paths must be ascending and below 2, got [1, 0]",
+        ),
+        (
+            {"path_lengths": [2, 2], "truncated_paths": [2]},
+            "truncated_paths must be ascending and below 2, got [2]",
+        ),
+        ({"truncated_paths": [0]}, "truncated_paths needs path_lengths, got [0]"),
+        (
             {"path_lengths": [2, 2], "path_media": [[]]},
             "path_media must have an entry for each of 2 paths, got 1",
         ),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from relax_events.errors import OutOfMemory, PoisonSample
+from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.packages.megatron.row import lay_out_row
 from relax_events.training.backend.policy_model import PolicyModel
@@ -17,6 +18,7 @@ from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.batch.packing import cut_by_cells, pack
 from relax_events.training.batch.paths import split_paths
 from relax_events.training.batch.shared_prefixes import PrefixSharing, cut_paths
+from relax_events.training.batch.truncation import mask_excluded
 from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.float64_experts import use_float64_experts
@@ -144,6 +146,74 @@ def test_a_part_has_a_row_for_each_path():
         one.sample_id for one in SAMPLES
     )
     assert max(sizes) == 3
+
+
+@pytest.mark.parametrize("truncated", ["mask", "drop"])
+def test_a_truncated_path_is_masked_and_the_others_are_trained(truncated):
+    """As if its loss mask were 0, and versions and token sets were of the others."""
+    sample, *others = SAMPLES
+    first = sample.path_lengths[0]
+    num_first = int(sample.loss_mask[:first].sum())
+    number = int(sample.loss_mask.sum())
+    ids, logprobs = token_sets(np.random.default_rng(0), number)
+    cut = changed(
+        sample,
+        truncated_paths=[0],
+        topk_ids=ids,
+        topk_teacher_logprobs=logprobs,
+        min_policy_version=0,
+        max_policy_version=1,
+        version_segments=[
+            VersionSegment(0, num_first - 1),
+            VersionSegment(1, number - num_first + 1),
+        ],
+    )
+    expected = changed(
+        sample, loss_mask=np.where(np.arange(len(sample.tokens)) < first, 0, sample.loss_mask)
+    )
+    settings = ALGORITHM | {"truncated_samples": truncated, "max_token_staleness": 0}
+    mine, other, trained = (backend(algorithm=settings) for _ in range(3))
+    mine.accumulate([cut, *others])
+    other.accumulate(
+        [
+            changed(
+                expected,
+                version_segments=[VersionSegment(1, number - num_first)],
+                max_policy_version=1,
+            ),
+            *others,
+        ]
+    )
+    trained.accumulate(SAMPLES)
+    metrics, same = mine.step(), other.step()
+    assert (metrics.loss, metrics.grad_norm) == (same.loss, same.grad_norm)
+    assert trained.step().grad_norm != pytest.approx(metrics.grad_norm, rel=1e-3)
+    [masked] = mask_excluded([cut], algorithm=run_config(algorithm=settings).algorithm)
+    np.testing.assert_array_equal(masked.topk_ids, ids[num_first:])
+    assert list(masked.version_segments) == [VersionSegment(1, number - num_first)]
+
+
+def test_a_turn_that_another_path_goes_on_from_is_trained():
+    """The first path was cut off after a turn that the second shares."""
+    sample = changed(
+        SAMPLES[0],
+        tokens=np.array([9, 1, 2, 8, 3, 9, 1, 2, 7, 4, 5], np.int32),
+        loss_mask=np.array([0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1], np.uint8),
+        path_lengths=[5, 6],
+        truncated_paths=[0],
+    )
+    algorithm = run_config(algorithm={"truncated_samples": "mask"}).algorithm
+    [masked] = mask_excluded([sample], algorithm=algorithm)
+    assert masked.loss_mask.tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
+    both = replace(sample, truncated_paths=[0, 1], finish_reason=FinishReason.LENGTH)
+    assert not mask_excluded([both], algorithm=algorithm)[0].loss_mask.any()
+    last = replace(sample, truncated_paths=[1], finish_reason=FinishReason.LENGTH)
+    [masked] = mask_excluded([last], algorithm=algorithm)
+    assert masked.loss_mask.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0]
+    drop = run_config(algorithm={"truncated_samples": "drop"}).algorithm
+    old = replace(last, truncated_paths=[])  # recorded before paths were named
+    for cut, settings in ((last, drop), (old, drop), (old, algorithm)):
+        assert not mask_excluded([cut], algorithm=settings)[0].loss_mask.any()
 
 
 @pytest.mark.parametrize("lengths", [[3, 4], [0, 5], [-1, 6]])
