@@ -156,6 +156,7 @@ def sample_fields(detail: SampleDetail) -> dict[str, Any]:
     fields = {
         "sample": f"{sample.sample_id} at {view.position}",
         "generated": f"{format_time(sample.rolled_out_at)} by {sample.worker_id}{times}",
+        "error": sample.error,
         "reward": score_text(view.score),
         "other scores": {name: score_text(score) for name, score in detail.other_scores.items()},
         "outcome": outcome_text(detail),
@@ -184,7 +185,7 @@ def score_text(score: SampleScored | None) -> str:
         f"{score.seconds:.3f} s"
     )
     if score.reward is None:
-        return f"failed {origin}: {score.error}"
+        return f"failed {origin}: {score.error}" if score.error else "none: no function scores it"
     parts = [f"{name} {value:g}" for name, value in score.components.items()]
     if (by_turn := list_values(score.turn_rewards)) is not None:
         parts.append(f"by turn {' '.join(f'{value:g}' for value in by_turn)}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from relax_events.api.events import WorkerHeartbeat, WorkerState, now_micros
+from relax_events.api.events import SampleOutcome, WorkerHeartbeat, WorkerState, now_micros
 from relax_events.api.runs import compute_rates, compute_silence_limit, find_live_workers
 from relax_events.packages.dashboard.run_fold import RunFold
 from relax_events.packages.dashboard.run_reader import RunReader
@@ -20,6 +20,8 @@ STARVED_RATIO = 0.5
 TRUNCATED_RATIO = 0.25
 SIGNALLESS_RATIO = 0.5
 COLLAPSED_RATIO = 0.5
+ENDED_RATIOS = {SampleOutcome.LOST: 0.05, SampleOutcome.REFUSED: 0.05, SampleOutcome.LATE: 0.1}
+"""Largest usual share of a train step's samples that ended so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,14 @@ def _of_learning(
         yield Alarm("truncated", "warning", since, "", {"ratio": truncated})
     if not is_over and signalless is not None and signalless > SIGNALLESS_RATIO:
         yield Alarm("no_signal", "warning", since, "", {"ratio": signalless})
+    counts = {
+        outcome: sum(fold.curves.recent(f"samples_ended/{outcome}", RECENT_STEPS))
+        for outcome in SampleOutcome
+    }
+    for outcome, usual in ENDED_RATIOS.items():
+        ratio = counts[outcome] / max(sum(counts.values()), 1.0)
+        if not is_over and ratio > usual:
+            yield Alarm(f"samples_{outcome}", "warning", since, "", {"ratio": ratio})
     rewards = fold.curves.recent("reward_mean", len(committed))
     if len(rewards) >= 2 * RECENT_STEPS:
         means = [

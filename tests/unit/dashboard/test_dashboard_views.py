@@ -144,6 +144,27 @@ def test_failed_groups_dead_letters_and_collapse_are_named() -> None:
     }
 
 
+def test_many_lost_refused_and_late_samples_are_named() -> None:
+    def find(**counts: float) -> dict[str, str]:
+        fold = make_fold()
+        for step in range(30):
+            metrics = {f"samples_ended/{name}": count for name, count in counts.items()}
+            fold.apply(train_step(step, at_seconds=1000 + step, **metrics))
+        return {
+            name: severity
+            for name, severity in names(fold, at_seconds=1031).items()
+            if name.startswith("samples_")
+        }
+
+    assert find(finished=90, truncated=0, lost=5, refused=0, late=5) == {}
+    assert find(finished=70, truncated=0, lost=8, refused=8, late=14) == {
+        "samples_lost": "warning",
+        "samples_refused": "warning",
+        "samples_late": "warning",
+    }
+    assert find() == {}
+
+
 @pytest.mark.parametrize(("succeeded", "found"), [(True, {}), (False, {"run_failed": "critical"})])
 def test_ended_run_has_only_the_alarm_of_its_failure(
     succeeded: bool, found: dict[str, str]
