@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, Field, model_validator
 
 from relax_events.api.engines import SamplingConfig
+from relax_events.api.events import format_json
 
 SEED_BITS = 63
 MIN_TEMPERATURE = 1e-5
@@ -18,6 +19,22 @@ MAX_SHOWN = 100
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 MAX_TOKEN_ID = 2**31
 """Exclusive; an engine keeps ids, and how many of them `top_k` keeps, in 32 bits."""
+
+
+def require_characters(body: dict[str, Any]) -> None:
+    """Refuse a body of which no answer could be sent, as Python's reader of JSON takes it.
+
+    Raises:
+        ValueError: A text has half of a surrogate pair, a number is NaN or infinite, or it is
+            nested too deep.
+    """
+    try:
+        format_json(body).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise ValueError(
+            f"a text has {half}, which is half of a character; send whole characters"
+        ) from None
 
 
 class CallSampling(BaseModel):
@@ -59,6 +76,7 @@ class CallSampling(BaseModel):
         """
         if not isinstance(data, dict):
             return data
+        require_characters(data)
         for key in sorted(data.keys() - cls.model_fields.keys() - cls.IGNORED):
             values = cls.NEUTRAL.get(key, ())
             if (value := _drop_nulls(data[key])) not in EMPTY and value not in values:

@@ -22,7 +22,12 @@ from relax_events.api.events import FinishReason
 from relax_events.packages.gateway.chat_dialect import openai_error
 from relax_events.packages.gateway.dialect import RETRY_SECONDS, Problem
 from relax_events.packages.gateway.disconnects import cancel_on_disconnect
-from relax_events.packages.gateway.sampling import MAX_SHOWN, MAX_TOKEN_ID, CallSampling
+from relax_events.packages.gateway.sampling import (
+    MAX_SHOWN,
+    MAX_TOKEN_ID,
+    CallSampling,
+    require_characters,
+)
 from relax_events.packages.gateway.served_model import ServedModel
 
 PATH = "/inference/v1/generate"
@@ -68,6 +73,8 @@ class TokenBody(BaseModel):
     @classmethod
     def _reject_unsupported(cls, data: Any) -> Any:
         fields = data.keys() if isinstance(data, dict) else frozenset()
+        if fields:
+            require_characters(data)
         for key in sorted(fields - cls.model_fields.keys() - IGNORED_FIELDS):
             if data[key]:
                 name = repr(key)[1:-1][:MAX_SHOWN]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from relax_events.errors import PoisonSample
 from relax_events.packages.gateway.anthropic_dialect import AnthropicCall, AnthropicPrompt
@@ -273,3 +273,24 @@ def test_the_token_route_takes_what_the_package_renderers_sends() -> None:
     }
     body = {"token_ids": [1], "cache_salt": "a", "priority": 1, "sampling_params": sampling}
     assert isinstance(TokenBody.model_validate(body).sampling_params, TokenSampling)
+
+
+@pytest.mark.parametrize("call", [*BODIES, TokenBody])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\ud800", r"has '\\ud800', which is half of a character"),
+        (float("nan"), "NaN|nan"),
+        (float("-inf"), "[Ii]nf|JSON"),
+    ],
+)
+def test_a_body_that_no_answer_could_repeat_is_refused(
+    call: type[BaseModel], value: Any, text: str
+) -> None:
+    body = BODIES.get(call, {"token_ids": [1]})  # type: ignore[call-overload]
+    call.model_validate(body | {"model": "whole \U0001f600"})
+    for field in ("model", "user", "metadata"):
+        shown = {"a": [value]} if field == "metadata" else value
+        with pytest.raises(ValidationError, match=text) as caught:
+            call.model_validate(body | {field: shown})
+        str(caught.value).encode()
