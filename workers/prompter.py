@@ -450,7 +450,11 @@ class PrompterLoop:
             return
         failpoint("prompter.before_issue")
         issuing = [self._begin_trace(one.group) for one, _ in part]
-        self._queue.issue([record for _, record in part], max_batch_records=lease_size)
+        records = [
+            replace(record, headers={**record.headers, **work.headers})
+            for (_, record), work in zip(part, issuing, strict=True)
+        ]
+        self._queue.issue(records, max_batch_records=lease_size)
         for work in issuing:
             work.end()
         failpoint("prompter.after_issue")

@@ -101,7 +101,7 @@ REMEDIES = {
     Rule.UNPAIRED: WRITER,
     Rule.TWO_HISTORIES: (
         "the run began again although it had a history: resume it from an import of the log as it "
-        "was (relax runs import), or train again under another run.id"
+        "was (relax topics import), or train again under another run.id"
     ),
     Rule.UNREADABLE_CONTROL: (
         "does broker.schema_registry name the registry of this run? Its ids are those of "

@@ -198,7 +198,7 @@ class SequenceCheck:
 
     def apply_version(self, event: PolicyVersionPublished, where: str) -> None:
         """Check that a version follows the one before. The first one after others begins a second
-        history, whose versions are counted anew.
+        history, whose versions are counted from its beginning.
         """
         if event.policy_version == self.first_version < self.next_version - 1:
             again = f"publishes version {event.policy_version} again, after {self.next_version - 1}"

@@ -91,7 +91,7 @@ def test_a_full_context_truncates_the_path_that_it_ends(renderer: PromptRenderer
     assert outcome(play(renderer, alone, **bounds)) == (FinishReason.LENGTH, 1, ())
 
 
-def test_a_path_that_goes_on_after_a_refused_call_is_whole(renderer: PromptRenderer) -> None:
+def test_a_path_that_continues_after_a_refused_call_is_whole(renderer: PromptRenderer) -> None:
     """The program shortens what did not fit, and calls again."""
     calls = [("a", []), (LONG, [0]), ("b", [0])]
     sample = play(renderer, calls, max_context_tokens=200)

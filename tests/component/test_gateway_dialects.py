@@ -78,7 +78,7 @@ deep = {}
 for _ in range(300):
     deep = {"a": deep}
 tool = {"name": "f", "input_schema": deep}
-refused(claude({"messages": hello, "max_tokens": 2, "tools": [tool]}), "the tools are no JSON")
+refused(claude({"messages": hello, "max_tokens": 2, "tools": [tool]}), "it is nested too deep")
 long = [{"role": "user", "content": "a" * 5000}]
 refused(claude({"messages": long, "max_tokens": 2}), "prompt is too long: ")
 refused(claude({"messages": long, "max_tokens": 2, "stream": False}), "prompt is too long: ")

@@ -113,7 +113,7 @@ def test_pool_passes_prompt_and_metadata_and_returns_components(pool: RewardPool
         ("leave", r"died \(exit code 9\) on sample sample-1$"),
         ("exit", r"raised SystemExit: 3 \(.*mine.py:15\) on sample sample-1$"),
         ("raise", r"raised KeyError: 'colour' \(.*mine.py:17\) on sample sample-1$"),
-        ("nan", r"returned 'reward': nan; rewards must be finite on sample sample-1$"),
+        ("nan", r"returned 'reward': nan; rewards must be within \+-3.4e38 on sample sample-1$"),
         (
             "text",
             r"returned 'reward': '1' \(str\); it must return a number or a dict of numbers on sample sample-1$",

@@ -276,9 +276,9 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
     assert "Traceback" not in ended.err
     assert f"run {run_id} ended before its goal: " in ended.err
     assert (
-        "prompt groups failed in a row (run.max_failed_prompt_groups); the last one: reward: "
-        "reward "
-        "function"
+        "prompt groups failed in a row (run.max_failed_prompt_groups); the last one: reward: 0 of "
+        "2 samples are usable, 2 are needed (algorithm.min_samples_per_group): 2 refused; first: "
+        "reward function"
     ) in ended.err
     report = report_of(tmp_path, run_id)
     assert report["outcomes"]["failed"] >= 6
@@ -290,7 +290,7 @@ def test_run_whose_rewards_all_fail_ends_with_the_reasons(
     )
     assert "raised ValueError: the reward service is down" in errors
     assert "took longer than 0.5 s (reward.timeout_seconds)" in errors
-    assert "returned 'reward': nan; rewards must be finite" in errors
+    assert "returned 'reward': nan; rewards must be within +-3.4e38" in errors
 
 
 def test_init_writes_a_run_file_that_the_doctor_accepts(relax: Relax, prepared: Path) -> None:

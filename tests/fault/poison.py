@@ -54,7 +54,10 @@ def poisoned(event: Sample) -> Iterator[tuple[str, bytes]]:
 
 
 def poison_samples(producer: RecordProducer, plan: TopicPlan, *, version: int) -> int:
-    """Write poison into the topics that scorers and trainer read; return how many records."""
+    """Write poison into the topics that scorers and trainer read, in the partitions of a version;
+    return how many records.
+    """
+    slot = plan.partitions_of_version(version)
     events = {
         "rollout.samples": rolled_out(STRANGE, of=4, version=version),
         "advantage.samples": ready(STRANGE, of=4, version=version),
@@ -63,7 +66,7 @@ def poison_samples(producer: RecordProducer, plan: TopicPlan, *, version: int) -
         ProducerRecord(plan.topic(entity), value, key=key, partition=partition)
         for entity, event in events.items()
         for _, value in poisoned(event)
-        for key, partition in (("", 0), (STRANGE, 1))
+        for key, partition in (("", slot[0]), (STRANGE, slot[-1]))
     ]
     producer.write(records)
     return len(records)

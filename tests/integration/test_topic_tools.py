@@ -124,11 +124,12 @@ class SmallRun:
             seed=1,
         )
         records = [self._out(codec, "prompt.groups", issued, partition=0)]
+        no_signal = np.zeros(4, np.float32)  # both samples have the same reward
         for index in range(2):
             for entity, event in (
                 ("rollout.samples", rolled_out(group, index, version=step)),
                 ("reward.scores", scored(group, index, version=step)),
-                ("advantage.samples", ready(group, index, version=step)),
+                ("advantage.samples", ready(group, index, version=step, advantages=no_signal)),
             ):
                 records.append(self._out(codec, entity, event, partition=step % 3, version=step))
         return records

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from event_samples import committed, ended, issued, published, ready, rolled_out, scored
+from numpy.typing import NDArray
 
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
@@ -28,6 +29,13 @@ from relax_events.runtime.run_description import build_run_description
 from relax_events.topics import TopicPlan, compute_shard
 
 CODEC = EventCodec()
+
+
+def normalise(reward: float, rewards: Sequence[float]) -> NDArray[np.float32]:
+    """Return the advantages of grpo that a sample of a prompt group with these rewards has."""
+    deviation = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
+    advantage = (reward - np.mean(rewards)) / (deviation + 1e-6)
+    return np.array([0, 0, advantage, advantage], np.float32)
 
 
 class WrittenRun:
@@ -96,6 +104,7 @@ class WrittenRun:
         """Generate a prompt group, and score and make ready those of its samples that have a
         reward."""
         common = {"version": version, "of": len(rewards), "row": self._rows[group_id]}
+        group_rewards = [reward for reward in rewards if reward is not None]
         for index, reward in enumerate(rewards):
             completion = f"completion {index} of {group_id}"
             self.write_sample(
@@ -107,7 +116,14 @@ class WrittenRun:
                     "reward.scores", scored(group_id, index, version=version, reward=reward)
                 )
                 self.write_sample(
-                    "advantage.samples", ready(group_id, index, **common, reward=reward)
+                    "advantage.samples",
+                    ready(
+                        group_id,
+                        index,
+                        **common,
+                        reward=reward,
+                        advantages=normalise(reward, group_rewards),
+                    ),
                 )
                 topic_partition = (
                     self.plan.topic("advantage.samples"),

@@ -10,7 +10,12 @@ from functools import partial
 from typing import Any
 
 from relax_events.attacks import user_code
-from relax_events.attacks.doors.environments import Ask, open_function, open_sessions
+from relax_events.attacks.doors.environments import (
+    SAMPLE_FAILURES,
+    Ask,
+    open_function,
+    open_sessions,
+)
 from relax_events.attacks.doors.rewards import build_item, read_reward
 from relax_events.attacks.samples import make_sample
 from relax_events.attacks.suite import HELD, Assault, Attack
@@ -18,7 +23,6 @@ from relax_events.attacks.targets import Targets
 from relax_events.attacks.user_code import FAILURES, WELL
 from relax_events.config import RewardConfig
 from relax_events.confinement.entry_points import USER_ENVIRONMENT, USER_REWARD, USER_SESSIONS
-from relax_events.errors import EpisodeFailed, PoisonSample
 from relax_events.rewards.pool import RewardPool
 
 TIMEOUT_SECONDS = 10.0
@@ -70,12 +74,12 @@ def _play(ask: Ask, what: str) -> str:
     try:
         reply = ask(what, {})
         achieved = f"it got the reply {reply[:100]!r}" if reply else HELD
-    except (PoisonSample, EpisodeFailed):
+    except SAMPLE_FAILURES:
         achieved = HELD
     except TimeoutError:
         return "the sample hangs"
     try:
         after = ask(WELL, {})
-    except (PoisonSample, EpisodeFailed, TimeoutError) as error:
+    except (*SAMPLE_FAILURES, TimeoutError) as error:
         return f"{achieved} the next sample failed: {error}"
     return achieved if after == WELL else f"{achieved} the next sample got {after[:100]!r}"

@@ -193,7 +193,7 @@ def test_a_truncated_path_is_masked_and_the_others_are_trained(truncated):
     assert list(masked.version_segments) == [VersionSegment(1, number - num_first)]
 
 
-def test_a_turn_that_another_path_goes_on_from_is_trained():
+def test_a_turn_that_another_path_continues_is_trained():
     """The first path was cut off after a turn that the second shares."""
     sample = changed(
         SAMPLES[0],

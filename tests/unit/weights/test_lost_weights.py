@@ -14,6 +14,7 @@ import pytest
 from event_samples import published, rolled_out
 from numpy.typing import NDArray
 
+from relax_events.config import AlgorithmConfig
 from relax_events.errors import WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PolicyVersionPublished, SampleEvaluated, SampleRolledOut
@@ -29,6 +30,7 @@ class RecordingWorker:
     def __init__(self) -> None:
         self.role, self.metrics = "actor-forward", WorkerMetrics("actor-forward")
         self.plan = SimpleNamespace(num_slots=3)
+        self.config = SimpleNamespace(algorithm=AlgorithmConfig())
         self.control = SimpleNamespace(latest=None)
         self.lifecycle = self.records = self
         self.heartbeat = SimpleNamespace(set_policy_version=lambda _: None)
