@@ -12,6 +12,10 @@ MAX_ANSWER_CHARACTERS = 2000
 THOUGHT_END = "</think>"
 ANSWER_TAG, ANSWER_TAG_END = "<answer>", "</answer>"
 BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+GLM_BOX = re.compile(
+    r"<\|begin_of_box\|>((?:(?!<\|(?:begin|end)_of_box\|>).)*)<\|end_of_box\|>", re.DOTALL
+)
+"""The box of the GLM family, which writes it in tokens of its own."""
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 DOUBLE = re.compile(r"\[([^\[\]]*)\]")
 BARE = re.compile(r"[^\s$.,;]+")
@@ -108,6 +112,7 @@ def reference_boxes(text: str) -> list[str]:
 
 
 def _boxes(text: str, *, only_joined: bool) -> list[str]:
+    text = GLM_BOX.sub(lambda box: rf"\boxed{{{box[1]}}}", text)
     boxes: list[str] = []
     next_start = len(text)
     for box in reversed(list(BOX.finditer(text))):

@@ -422,6 +422,14 @@ def test_math_without_a_reference_is_a_failure(function: Any) -> None:
         (r"###Response \boxed{2}", 1.0),
         (r"\boxed{2}", 0.0),
         (r"<think>\boxed{2}</think> two", 0.0),
+        ("<think>so</think><|begin_of_box|>$\\frac{4}{2}$<|end_of_box|>", 1.0),
+        ("<think>so</think><|begin_of_box|>1<|end_of_box|> <|begin_of_box|>2<|end_of_box|>", 1.0),
+        (
+            "<think>so</think><|begin_of_box|>2<|end_of_box|> no, <|begin_of_box|>1<|end_of_box|>",
+            0.0,
+        ),
+        ("<think>so</think><|begin_of_box|>2", 0.0),
+        ("<think><|begin_of_box|>2<|end_of_box|></think> two", 0.0),
     ],
 )
 def test_deepscaler_requires_a_box_after_the_reasoning(completion: str, reward: float) -> None:
