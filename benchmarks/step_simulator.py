@@ -24,6 +24,7 @@ from relax_events.staleness import (
     admitted_steps,
     build_reissue,
     choose_submissions,
+    count_spare_leases,
     find_unissued_slots,
     is_expired,
     may_load,
@@ -46,6 +47,8 @@ class Schedule:
     sample_order: SampleOrder = "fifo"
     lanes_per_engine: int
     slots_per_engine: int
+    leases_for_free_slots: bool = False
+    """Whether engines hold more prompt groups than lanes while samples of running ones have ended."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Schedule:
@@ -60,6 +63,7 @@ class Schedule:
             sample_order=run.sample_order,
             lanes_per_engine=config.num_lanes,
             slots_per_engine=config.engine.max_running_samples,
+            leases_for_free_slots=not config.engine.max_prompt_groups,
         )
 
 
@@ -102,9 +106,10 @@ class SimulatedEngine:
     the beginning.
     """
 
-    free_lanes: int
     waiting: list[SimulatedGroup] = field(default_factory=list)
     running: list[tuple[float, int, SimulatedGroup]] = field(default_factory=list)
+    num_groups: int = 0
+    """Prompt groups with unfinished samples."""
     done: float = 0.0
     at: float = 0.0
     slot_seconds: float = 0.0
@@ -154,9 +159,8 @@ class StepSimulator:
         """
         self._timing, self._schedule = timing, schedule
         self._lengths, self._outcome = lengths, outcome
-        self._engines = [
-            SimulatedEngine(schedule.lanes_per_engine) for _ in range(timing.num_engines)
-        ]
+        self._engines = [SimulatedEngine() for _ in range(timing.num_engines)]
+        self._samples_per_prompt = len(lengths(IssuedGroup(BatchSlot(0, 0), 0, 0)))
         self._queue: deque[SimulatedGroup] = deque()
         self._ready: dict[ReadyGroup, SimulatedGroup] = {}
         self._num_trained = self._version = self._next_step = 0
@@ -229,14 +233,23 @@ class StepSimulator:
     def _dispatch(self) -> None:
         """Lease the queue's prompt groups to engines with free lanes, and submit the leased ones."""
         while self._queue:
-            engine = max(self._engines, key=lambda engine: engine.free_lanes)
-            if not engine.free_lanes:
+            engine = max(self._engines, key=self._count_free_lanes)
+            if self._count_free_lanes(engine) <= 0:
                 break
-            engine.free_lanes -= 1
             engine.waiting.append(self._queue.popleft())
         for engine in self._engines:
             if engine.waiting:
                 self._submit(engine)
+
+    def _count_free_lanes(self, engine: SimulatedEngine) -> int:
+        num_free = self._schedule.lanes_per_engine - len(engine.waiting) - engine.num_groups
+        if not self._schedule.leases_for_free_slots:
+            return num_free
+        return num_free + count_spare_leases(
+            num_groups=engine.num_groups,
+            num_running=len(engine.running),
+            samples_per_prompt=self._samples_per_prompt,
+        )
 
     def _submit(self, engine: SimulatedEngine) -> None:
         schedule, num_running = self._schedule, len(engine.running)
@@ -259,6 +272,7 @@ class StepSimulator:
 
     def _start(self, engine: SimulatedEngine, group: SimulatedGroup) -> None:
         self._advance(engine)
+        engine.num_groups += 1
         group.num_left, group.policy_version = len(group.lengths), engine.version
         for length in group.lengths:
             self._order += 1
@@ -293,11 +307,10 @@ class StepSimulator:
         engine.done = end
         group.num_left -= 1
         if not group.num_left:
-            engine.free_lanes += 1
+            engine.num_groups -= 1
             self._forward(group)
         self._renew(engine)
-        if not group.num_left or engine.waiting:
-            self._dispatch()
+        self._dispatch()
         self._await_completion(engine)
 
     def _forward(self, group: SimulatedGroup) -> None:

@@ -20,7 +20,7 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine
 from relax_events.errors import PoisonSample
 from relax_events.events.types import Event, PolicyVersionPublished
-from relax_events.kafka.leases import Lease
+from relax_events.kafka.leases import Lease, LeaseSource
 from relax_events.media.library import MediaLibrary
 from relax_events.roles.engine_factory import open_rollout_engine
 from relax_events.roles.engine_monitor import EngineMonitor
@@ -35,7 +35,7 @@ from relax_events.roles.weight_updater import WeightUpdater
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import choose_submissions, may_submit
+from relax_events.staleness import choose_submissions, count_spare_leases, may_submit
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics.names import PROMPT_GROUPS
 from relax_events.weights.factory import open_weights_reader
@@ -113,6 +113,7 @@ class RolloutLoop:
             worker, self._renderer, partials=self._partials, prefetcher=self._prefetcher
         )
         self._asleep = False
+        self._num_spare_leases = 0
         self._leaves_when_idle = self._config.run.mode == "sync" or self._turns.are_taken
 
     def run(self) -> None:
@@ -126,6 +127,7 @@ class RolloutLoop:
         try:
             while not worker.drain.requested:
                 self._step()
+                self._lease_for_free_slots(leases)
             leases.stop()
             self._release_waiting()
             while (
@@ -189,6 +191,19 @@ class RolloutLoop:
                 self._sleep()
         self._report_in_flight()
         self._worker.lifecycle.tick(working=busy or (may_work and self._has_work()))
+
+    def _lease_for_free_slots(self, leases: LeaseSource) -> None:
+        """Hold more prompt groups while samples of running ones have ended: they left slots."""
+        if self._config.engine.max_prompt_groups:
+            return
+        num_spare = count_spare_leases(
+            num_groups=len(self._running),
+            num_running=self._engine.num_running,
+            samples_per_prompt=self._config.run.samples_per_prompt,
+        )
+        if num_spare != self._num_spare_leases:
+            leases.add_capacity(num_spare - self._num_spare_leases)
+            self._num_spare_leases = num_spare
 
     def _wake(self) -> None:
         """Let a sleeping engine work again."""

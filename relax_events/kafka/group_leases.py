@@ -36,7 +36,7 @@ class ConsumerGroupLeases:
         on_lease: Callable[[Lease], None],
     ) -> None:
         self._stopping, self._closing = threading.Event(), threading.Event()
-        self._free = threading.Semaphore(max_leases)
+        self._capacity, self._capacity_changed = max_leases, threading.Condition()
         self._lock = threading.Lock()
         self._open: dict[int, dict[int, bool]] = {}
         self._on_lease = on_lease
@@ -46,6 +46,12 @@ class ConsumerGroupLeases:
         )
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
         self._thread.start()
+
+    def add_capacity(self, num_records: int) -> None:
+        """See `LeaseSource.add_capacity`."""
+        with self._capacity_changed:
+            self._capacity += num_records
+            self._capacity_changed.notify_all()
 
     def stop(self) -> None:
         """See `LeaseSource.stop`."""
@@ -70,16 +76,21 @@ class ConsumerGroupLeases:
         self._consumer.close()
 
     def _step(self) -> None:
-        if self._stopping.is_set() or not self._free.acquire(timeout=POLL_SECONDS / 10):
+        with self._capacity_changed:
+            has_capacity = self._capacity_changed.wait_for(
+                lambda: self._capacity > 0, 0.0 if self._stopping.is_set() else POLL_SECONDS / 10
+            )
+        if self._stopping.is_set() or not has_capacity:
             self._poll_paused()
             return
         is_leased = False
+        self.add_capacity(-1)
         try:
             for record in self._consumer.fetch(1, timeout_seconds=POLL_SECONDS):
                 is_leased = self._lease(record)
         finally:
             if not is_leased:
-                self._free.release()
+                self.add_capacity(1)
         self._commit()
 
     def _poll_paused(self) -> None:
@@ -111,7 +122,7 @@ class ConsumerGroupLeases:
         with self._lock:
             if done and record.offset in self._open.get(record.partition, {}):
                 self._open[record.partition][record.offset] = True
-        self._free.release()
+        self.add_capacity(1)
 
     def _commit(self, *, wait: Deadline | None = None) -> None:
         with self._lock:

@@ -56,7 +56,12 @@ def read_delivery_limit(connection: Connection, group: str) -> int:
 
 
 class LeaseSource(Protocol):
-    """Passes leases to `on_lease` from its own threads, at most `max_leases` at a time."""
+    """Passes leases to `on_lease` from its own threads, at most `max_leases` and the added capacity
+    at a time.
+    """
+
+    def add_capacity(self, num_records: int) -> None:
+        """Let so many more records be held, or fewer if negative; open leases stay open."""
 
     def stop(self) -> None:
         """Take no more leases; open leases stay open."""

@@ -70,7 +70,8 @@ class ShareGroupLeases:
             connection: The brokers.
             group: The share group.
             topic: The queue, with one partition.
-            max_leases: How many records may be held; the last record batch may exceed it.
+            max_leases: How many records may be held before capacity is added; the last record batch
+                may exceed it. At most so many share consumers join.
             on_lease: Called with each lease, by several threads.
             records_per_batch: Records that a record batch holds as a rule, which decides how many
                 share consumers join at once.
@@ -100,7 +101,7 @@ class ShareGroupLeases:
     def stop(self) -> None:
         """See `LeaseSource.stop`."""
         self._stopping.set()
-        self.release_capacity(0)
+        self.add_capacity(0)
 
     def close(self) -> None:
         """See `LeaseSource.close`."""
@@ -125,9 +126,9 @@ class ShareGroupLeases:
                 self._capacity_changed.wait_for(lambda: self._capacity > 0 or self.stopping)
             yield
 
-    def release_capacity(self, num_records: int) -> None:
-        """Add capacity for settled records, or remove it for received ones if negative. It may
-        become negative, because the broker decides how many records it returns.
+    def add_capacity(self, num_records: int) -> None:
+        """See `LeaseSource.add_capacity`. Settled records add capacity, received ones remove it. It
+        may become negative, because the broker decides how many records it returns.
         """
         with self._capacity_changed:
             self._capacity += num_records
@@ -226,7 +227,7 @@ class _ShareConsumerThread:
         finally:
             num_lost = len(self._held)
             self._held.clear()
-            self._source.release_capacity(num_lost)
+            self._source.add_capacity(num_lost)
 
     def _poll(self) -> None:
         """Wait for the polling turn, then poll until a record arrives or the source stops.
@@ -248,7 +249,7 @@ class _ShareConsumerThread:
                 if messages := [message for message in polled if message.error() is None]:
                     self._refused_at = None
                     self._held.update({next(self._numbers): message for message in messages})
-                    self._source.release_capacity(-len(messages))
+                    self._source.add_capacity(-len(messages))
                     return
                 if self._source.stopping:
                     self._leave()
@@ -287,7 +288,7 @@ class _ShareConsumerThread:
                     continue  # it was settled before
                 deadline = deadline or Deadline(SETTLE_SECONDS)
                 entries.append((message, accepted))
-                self._source.release_capacity(1)
+                self._source.add_capacity(1)
         return entries
 
     def _acknowledge(self, consumer: Any, settled: list[tuple[Any, bool]]) -> None:

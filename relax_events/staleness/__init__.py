@@ -11,7 +11,12 @@ from relax_events.staleness.admission import (
     find_unissued_slots,
     is_external,
 )
-from relax_events.staleness.updating import choose_submissions, may_load, may_submit
+from relax_events.staleness.updating import (
+    choose_submissions,
+    count_spare_leases,
+    may_load,
+    may_submit,
+)
 from relax_events.staleness.window import (
     ReadyGroup,
     compute_staleness,
@@ -31,6 +36,7 @@ __all__ = [
     "build_reissue",
     "choose_submissions",
     "compute_staleness",
+    "count_spare_leases",
     "find_skip_targets",
     "find_unissued_slots",
     "is_expired",

@@ -80,3 +80,15 @@ def choose_submissions(
             chosen.append(group)
             room -= group.samples_per_prompt
     return chosen
+
+
+def count_spare_leases(*, num_groups: int, num_running: int, samples_per_prompt: int) -> int:
+    """Return how many more prompt groups an engine can hold, since samples of running prompt groups
+    have ended: a prompt group holds its lease until its longest sample has ended.
+
+    Args:
+        num_groups: Prompt groups with unfinished samples.
+        num_running: Unfinished samples.
+        samples_per_prompt: Samples of a prompt group.
+    """
+    return max(num_groups * samples_per_prompt - num_running, 0) // samples_per_prompt

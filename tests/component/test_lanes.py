@@ -175,6 +175,69 @@ def test_another_share_consumer_joins_when_all_hold_records_and_there_is_capacit
     source.close()
 
 
+def test_more_records_are_leased_when_capacity_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumers, taken = Consumers([Message(offset=0)], [Message(offset=1)]), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=1)
+    source.add_capacity(-1)
+    wait_until(lambda: len(taken) == 1)
+    assert not any(one.is_closed for one in consumers.made)
+    source.add_capacity(1)
+    wait_until(lambda: len(taken) == 2)
+    source.close()
+
+
+def test_consumer_group_leases_more_records_when_capacity_is_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Queue:
+        """A partition with records."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self.position, self.is_paused, self.num_paused_polls = 0, False, 0
+            made.append(self)
+
+        def fetch(self, *_: object, **__: object) -> list[Record]:
+            if self.is_paused:
+                self.num_paused_polls += 1
+                return []
+            self.position += 1
+            return [Record("queue", 0, self.position, "key", b"", {}, 0)]
+
+        def pause(self) -> None:
+            self.is_paused = True
+
+        def resume(self) -> None:
+            self.is_paused = False
+
+        def commit(self, *_: object, **__: object) -> None: ...
+
+        def close(self) -> None: ...
+
+    made: list[Queue] = []
+    monkeypatch.setattr(group_leases, "SubscribedConsumer", Queue)
+    connection = Connection.from_config(
+        BrokerConfig(bootstrap_servers="127.0.0.1:1"), client_id="test"
+    )
+    taken: list[Lease] = []
+    source = ConsumerGroupLeases(
+        connection, group="group", topic="queue", max_leases=1, on_lease=taken.append
+    )
+    wait_until(lambda: made[0].num_paused_polls > 2)
+    assert len(taken) == 1
+    source.add_capacity(2)
+    polls = made[0].num_paused_polls
+    wait_until(lambda: len(taken) == 3 and made[0].num_paused_polls > polls + 2)
+    source.add_capacity(-2)
+    for lease in taken[:2]:
+        lease.done()
+    polls = made[0].num_paused_polls
+    wait_until(lambda: made[0].num_paused_polls > polls + 2)
+    assert len(taken) == 3
+    taken[2].done()
+    wait_until(lambda: len(taken) == 4)
+    source.close()
+
+
 def test_worker_does_without_another_share_consumer_when_the_group_has_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.staleness import choose_submissions, may_load, may_submit
+from relax_events.staleness import (
+    choose_submissions,
+    count_spare_leases,
+    may_load,
+    may_submit,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -105,3 +110,14 @@ def test_submissions_fit_the_room_and_pass_over_no_older_group_that_fits(
         for group in groups
         if group not in chosen
     )
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "num_running", "expected"),
+    [(0, 0, 0), (4, 32, 0), (4, 25, 0), (4, 24, 1), (4, 4, 3), (2, 40, 0)],
+)
+def test_a_prompt_groups_worth_of_ended_samples_makes_room_for_another(
+    num_groups: int, num_running: int, expected: int
+) -> None:
+    spare = count_spare_leases(num_groups=num_groups, num_running=num_running, samples_per_prompt=8)
+    assert spare == expected
