@@ -55,7 +55,8 @@ class Observation:
     Attributes:
         at: Microseconds since the epoch.
         num_workers: Rollout workers that take work.
-        usage: Prompt groups that they hold, as a share of their capacity.
+        usage: Prompt groups that they hold, as a share of their lanes. A worker that holds more,
+            because samples have ended, counts as full.
         queued: Queued prompt groups without a lease, per worker.
         groups_per_second: Prompt groups that all workers finish per second.
         wait: Share of the newest train step that the trainer waited for samples.
@@ -259,7 +260,8 @@ class Autoscaler:
             for heartbeat in state.last_heartbeats.values()
             if heartbeat.role == "rollout" and is_running(heartbeat)
         ]
-        num_held = sum(heartbeat.num_in_flight for heartbeat in heartbeats)
+        held, num_lanes = [one.num_in_flight for one in heartbeats], self._config.num_lanes
+        num_held = sum(held)
         reported = [
             self._run.metrics[heartbeat.worker_id].values.get("records_per_second", 0.0)
             for heartbeat in heartbeats
@@ -271,7 +273,7 @@ class Autoscaler:
         return Observation(
             at=now,
             num_workers=len(heartbeats),
-            usage=num_held / (len(heartbeats) * self._config.num_lanes) if heartbeats else None,
+            usage=fmean(min(number / num_lanes, 1.0) for number in held) if held else None,
             queued=max(num_unfinished - num_held, 0) / len(heartbeats)
             if heartbeats and num_unfinished is not None
             else None,

@@ -79,7 +79,7 @@ class ShareGroupLeases:
         self._topic, self.connection = topic, connection
         self._leaders = LeaderMonitor(connection)
         self._known_leaders = read_newest_leaders(connection, [topic])
-        self._join = partial(_ShareConsumerThread, group, topic, self)
+        self._make_lane = partial(_ShareConsumerThread, group, topic, self)
         self._stopping = threading.Event()
         self._on_lease = on_lease
         self._turn = threading.Lock()
@@ -93,7 +93,9 @@ class ShareGroupLeases:
             "workers, or raise group.share.max.size (1000 is Kafka's most)"
         )
         self._joining = threading.Lock()
-        self._lanes = [self._join() for _ in range(self._num_first_lanes)]
+        self._lanes = [self._make_lane() for _ in range(self._num_first_lanes)]
+        for lane in self._lanes:
+            lane.join_group()
         with self._joining:
             for lane in self._lanes:
                 lane.thread.start()
@@ -128,7 +130,8 @@ class ShareGroupLeases:
 
     def add_capacity(self, num_records: int) -> None:
         """See `LeaseSource.add_capacity`. Settled records add capacity, received ones remove it. It
-        may become negative, because the broker decides how many records it returns.
+        may become negative, because the broker decides how many records it returns. A lane joins in
+        its own thread, which retries.
         """
         with self._capacity_changed:
             self._capacity += num_records
@@ -136,7 +139,7 @@ class ShareGroupLeases:
         with self._joining:
             is_short = self._capacity > 0 and all(lane.is_busy for lane in self._lanes)
             if is_short and len(self._lanes) < self._max_lanes and not self.stopping:
-                self._lanes.append(self._join())
+                self._lanes.append(self._make_lane())
                 self._lanes[-1].thread.start()
 
     def remove(self, lane: _ShareConsumerThread) -> bool:
@@ -175,7 +178,8 @@ class _ShareConsumerThread:
 
     def __init__(self, group: str, topic: str, source: ShareGroupLeases) -> None:
         self._group, self._topic, self._source = group, topic, source
-        self._consumer: Any | None = self._join_group()
+        self._connection = source.connection
+        self._consumer: Any | None = None
         self._numbers = itertools.count()
         self._held: dict[int, Any] = {}
         self._settled: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
@@ -197,7 +201,8 @@ class _ShareConsumerThread:
         for number in list(self._held):
             self._settled.put((number, False))
 
-    def _join_group(self) -> Any:
+    def join_group(self) -> Any:
+        """Join the share group with a new client, and return it."""
         self._connection = self._source.connection
         consumer = ShareConsumer(
             self._connection.lasting_settings(
@@ -209,6 +214,7 @@ class _ShareConsumerThread:
             )
         )
         consumer.subscribe([self._topic])
+        self._consumer = consumer
         return consumer
 
     def _run(self) -> None:
@@ -241,9 +247,8 @@ class _ShareConsumerThread:
                 self._source.check_leader()
                 if self._connection is not self._source.connection:
                     self._leave()
-                if self._consumer is None:
-                    self._consumer = self._join_group()
-                polled = self._consumer.poll(POLL_SECONDS)
+                consumer = self.join_group() if self._consumer is None else self._consumer
+                polled = consumer.poll(POLL_SECONDS)
                 for message in polled:
                     self._handle_error(message.error())
                 if messages := [message for message in polled if message.error() is None]:

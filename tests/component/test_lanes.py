@@ -175,6 +175,19 @@ def test_another_share_consumer_joins_when_all_hold_records_and_there_is_capacit
     source.close()
 
 
+def test_share_consumer_that_cannot_be_made_costs_no_lease_and_is_made_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = KafkaException(KafkaError(KafkaError._CRIT_SYS_RESOURCE, "no thread left"))
+    consumers, taken = Consumers([Message(offset=0)], refused, [Message(offset=1)]), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
+    wait_until(lambda: len(taken) == 2)
+    for lease in taken:
+        lease.done()
+    wait_until(lambda: [one.committed for one in consumers.made] == [[1], [1]])
+    source.close()
+
+
 def test_more_records_are_leased_when_capacity_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     consumers, taken = Consumers([Message(offset=0)], [Message(offset=1)]), list[Lease]()
     source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=1)

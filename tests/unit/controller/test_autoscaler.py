@@ -208,6 +208,17 @@ def test_autoscaler_logs_requests_and_its_successor_keeps_the_cooldown(
     assert len(service.state.requests) == 2
 
 
+def test_worker_that_holds_more_than_its_lanes_hides_no_idle_one(
+    make_run_config: Callable[..., RunConfig],
+) -> None:
+    autoscaler, _, service = controller(make_run_config(engine={"max_prompt_groups": 4}), [])
+    for worker, num_in_flight in (("rollout-0", 9), ("rollout-1", 1)):
+        service.state.apply(
+            replace(make_heartbeat(worker, at_seconds=1), num_in_flight=num_in_flight)
+        )
+    assert autoscaler.observe(now=5, num_unfinished=10).usage == 0.625
+
+
 def test_autoscaler_is_off_by_default() -> None:
     log: list[RunCommanded] = []
     autoscaler, run, service = controller(run_config(), log)

@@ -121,3 +121,19 @@ def test_a_prompt_groups_worth_of_ended_samples_makes_room_for_another(
 ) -> None:
     spare = count_spare_leases(num_groups=num_groups, num_running=num_running, samples_per_prompt=8)
     assert spare == expected
+
+
+@given(
+    unfinished=st.lists(st.integers(1, 8), max_size=40),
+    num_lanes=st.integers(1, 32),
+)
+def test_prompt_groups_that_wait_for_slots_fit_the_free_ones(
+    unfinished: list[int], num_lanes: int
+) -> None:
+    num_running = sum(unfinished)
+    spare = count_spare_leases(
+        num_groups=len(unfinished), num_running=num_running, samples_per_prompt=8
+    )
+    num_waiting = max(num_lanes + spare - len(unfinished), 0)
+    num_free = max(num_lanes * 8 - num_running, 0)
+    assert num_waiting * 8 <= num_free < (num_waiting + 1) * 8
