@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_events.packages.verifiers.ifbench_words import read_tokens, read_words
+from relax_events.packages.verifiers.ifbench_words import read_words
 from relax_events.packages.verifiers.ifeval import ifeval
+from relax_events.packages.verifiers.ifeval_instructions import read_tokens
 
 pytestmark = pytest.mark.property
 NAMES = ["alpha", "beta", "gamma", "delta", "well-known", "and/or", "1,000", "3.14", "10:30"]

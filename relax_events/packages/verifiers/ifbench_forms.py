@@ -18,9 +18,12 @@ from relax_events.packages.verifiers.ifbench_words import (
     EDGES,
     NO_PUNCTUATION,
     bare_words,
-    read_tokens,
 )
-from relax_events.packages.verifiers.ifeval_instructions import instruction, split_sentences
+from relax_events.packages.verifiers.ifeval_instructions import (
+    instruction,
+    read_tokens,
+    split_sentences,
+)
 
 CLOSING = {")": "(", "]": "[", "}": "{"}
 MIN_BRACKETS, MIN_QUOTES = 5, 3

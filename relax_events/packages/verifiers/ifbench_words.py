@@ -24,15 +24,15 @@ from itertools import pairwise
 from typing import Any
 
 from relax_events.api.rewards import EnvironmentProblem
-from relax_events.packages.verifiers.ifeval_instructions import WORD, instruction, split_sentences
+from relax_events.packages.verifiers.ifeval_instructions import (
+    WORD,
+    instruction,
+    read_tokens,
+    split_sentences,
+)
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 EDGES = string.punctuation + " "
-CLITIC = re.compile(r"(?<=\w)(n't|'(?:s|m|d|ll|re|ve))\b|(?<=\bcan)(?=not\b)", re.IGNORECASE)
-TOKEN = re.compile(
-    r"'(?:s|m|d|ll|re|ve)\b|\w+(?:(?:['./\\|+=~^-]|[,:](?=\d))\w+)*|\.\.+|--+|[^\w\s]",
-    re.IGNORECASE,
-)
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = frozenset(
     (  # noqa: SIM905 a word a line would be a page
@@ -66,13 +66,6 @@ def bare_words(text: str) -> list[str]:
 def split_words(text: str) -> list[str]:
     """Return what white space separates, without marks around it; marks alone are no word."""
     return [word for piece in text.split() if (word := piece.strip(EDGES))]
-
-
-def read_tokens(text: str) -> list[str]:
-    """Return words and marks as NLTK does: a contraction such as "don't" is two words, and what
-    hyphens, slashes or points join is one.
-    """
-    return TOKEN.findall(CLITIC.sub(r" \1", text.replace("\u2019", "'")))
 
 
 def read_words(text: str) -> list[str]:

@@ -61,7 +61,7 @@ def ifeval(
     without its first line, its last line, both, and without asterisks. The component `followed` is
     the share.
 
-    For these 25 the verdicts are as IFEval's published tests assert them, for the 58 as IFBench's
+    For these 25 the verdicts are those of IFEval's program, for the 58 as IFBench's
     program of 2026-09 gives them, with its repairs from 2026-04 on. Four things differ. Sentences
     are split by rules, and by NLTK's models in the published programs: at `.`, `!` or `?` before
     white space, not behind an abbreviation such as "e.g." or a single capital, nor at dots before a

@@ -19,13 +19,17 @@ from relax_events.api.rewards import EnvironmentProblem
 Check = Callable[..., bool]
 INSTRUCTIONS: dict[str, Check] = {}
 WORD = re.compile(r"\w+")
-CASED_WORD = re.compile(r"[^\W\d_][\w'-]*")
+CLITIC = re.compile(r"(?<=\w)(n't|'(?:s|m|d|ll|re|ve))\b|(?<=\bcan)(?=not\b)", re.IGNORECASE)
+TOKEN = re.compile(
+    r"'(?:s|m|d|ll|re|ve)\b|\w+(?:(?:['./\\|+=~^-]|[,:](?=\d))\w+)*|\.\.+|--+|[^\w\s]",
+    re.IGNORECASE,
+)
 SENTENCE_END = re.compile(r"(?<![.!?])(?!\.\.++\s++[^\w\s]*+[a-z\d])[.!?]++[\"')\]]*+(?=\s|$)")
 """Dots before a small letter or a digit end no sentence."""
 ABBREVIATION = re.compile(
     r"(?:\b(?i:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|jr|sr|inc|ltd|co|no|fig)|\b[A-Z])\.$"
 )
-HIGHLIGHT = re.compile(r"\*\*([^\n*]*)\*\*|\*([^\n*]*)\*")
+ITALIC, BOLD = re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*")
 BULLET = re.compile(r"[ \t\r\f\v]*+(?:\*(?!\*)|-)")
 FENCE, FENCE_LANGUAGE = "```", "json"
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -81,6 +85,13 @@ def split_sentences(text: str) -> list[str]:
         text[start:end].strip() for start, end in zip(starts, [*starts[1:], len(text)], strict=True)
     )
     return [piece for piece in pieces if WORD.search(piece)]
+
+
+def read_tokens(text: str) -> list[str]:
+    """Return words and marks as NLTK does: a contraction such as "don't" is two words, and what
+    hyphens, slashes or points join is one.
+    """
+    return TOKEN.findall(CLITIC.sub(r" \1", text.replace("\u2019", "'")))
 
 
 def count_sentences(text: str) -> int:
@@ -213,11 +224,12 @@ def detectable_format_constrained_response(response: str) -> bool:
 
 @instruction("detectable_format:number_highlighted_sections")
 def detectable_format_number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """At least so many parts are highlighted, as *this* or **this**."""
-    return (
-        sum(bool((two or one).strip()) for two, one in HIGHLIGHT.findall(response))
-        >= num_highlights
-    )
+    """At least so many parts are highlighted, as *this* or **this**.
+
+    Both forms are counted independently, as in the published program: `***this***` counts twice.
+    """
+    parts = [*ITALIC.findall(response), *BOLD.findall(response)]
+    return sum(bool(part.strip()) for part in parts) >= num_highlights
 
 
 @instruction("detectable_format:multiple_sections")
@@ -256,7 +268,7 @@ def detectable_format_title(response: str) -> bool:
         for line in response.split("\n")
         if "<<" in line
     )
-    return any(title.strip("<> ") for title in lines)
+    return any(title.lstrip("<").rstrip(">").strip() for title in lines)
 
 
 @instruction("combination:two_responses")
@@ -296,7 +308,7 @@ def change_case_capital_word_frequency(
 ) -> bool:
     """At least, or less than, so many words are all capitals."""
     return compares(
-        sum(word.isupper() for word in CASED_WORD.findall(response)),
+        sum(token.isupper() for token in read_tokens(response)),
         capital_relation,
         capital_frequency,
     )

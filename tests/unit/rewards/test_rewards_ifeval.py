@@ -221,6 +221,30 @@ def test_each_instruction_of_a_sample_is_checked_with_its_own_arguments(
     assert follow(response, *instructions)["reward"] == reward
 
 
+@pytest.mark.parametrize(
+    ("name", "response", "count"),
+    [
+        ("number_highlighted_sections", "* **Bold**: an item", 2),
+        ("number_highlighted_sections", "***both***", 2),
+        ("number_highlighted_sections", "**one** and *two*", 2),
+        ("number_highlighted_sections", "** ** and * *", 0),
+        ("capital_word_frequency", "The U.S. and NASA", 2),
+        ("capital_word_frequency", "I'M in an X-RAY AND/OR P.P.S", 5),
+        ("capital_word_frequency", "A1 and 42", 1),
+    ],
+)
+def test_parts_and_words_are_counted_as_by_the_published_program(
+    name: str, response: str, count: int
+) -> None:
+    """Its counts on these texts, by lm-eval 0.4.13's copy and NLTK 3.10.4's word tokenizer."""
+    room = "detectable_format" if name.startswith("number") else "change_case"
+    limit = "num_highlights" if name.startswith("number") else "capital_frequency"
+    for threshold in range(1, 8):
+        assert follow(response, (f"{room}:{name}", {limit: threshold}))["reward"] == float(
+            count >= threshold
+        )
+
+
 @pytest.mark.parametrize("blanks", ["\n\n", "\n\n\n\n", "\n\n \n\n", "\n\n\n\n\n\n"])
 def test_empty_paragraph_shifts_no_index(blanks: str) -> None:
     response = f"{blanks}Alpha one.{blanks}Bravo two.{blanks}"
