@@ -173,23 +173,10 @@ class EventCodec:
     def _register(self, registry: SchemaRegistry, fingerprint: bytes) -> int:
         """Register a schema of ours that has no id on the log, and return its id."""
         schema = self.schemas[fingerprint]
-        schema_id = registry.register(
-            get_full_name(schema), json.dumps(schema, separators=(",", ":"))
-        )
-        other = self._fingerprints.get(schema_id, fingerprint)
-        if other != fingerprint and schema_id not in self._off_log:
-            raise RegistryConflict(
-                f"broker.schema_registry gives id {schema_id} to {schema['name']}, control.schemas "
-                f"gives it to {self._get_name(other)}; point broker.schema_registry to the "
-                "registry of this run, or leave it out"
-            )
-        self._fingerprints[schema_id] = fingerprint
-        self._off_log.add(schema_id)
+        text = json.dumps(schema, separators=(",", ":"))
+        schema_id = registry.register(get_full_name(schema), text)
+        self._claim(schema_id, fingerprint, is_on_log=False)
         return schema_id
-
-    def _get_name(self, fingerprint: bytes) -> str:
-        schema = self.schemas.get(fingerprint)
-        return str(schema["name"]) if schema else f"schema {fingerprint.hex()}"
 
     def encode(self, event: Event) -> bytes:
         """Return the bytes of a record; a sample's event becomes one of a single sample.
@@ -296,7 +283,7 @@ class EventCodec:
             )
         self._accept(published)
         for schema_id in published.registry_ids:
-            self._claim(schema_id, fingerprint)
+            self._claim(schema_id, fingerprint, is_on_log=True)
         return fingerprint
 
     def _accept(self, published: _Published) -> bytes:
@@ -307,22 +294,23 @@ class EventCodec:
             self.schemas[published.fingerprint] = published.schema
         return published.fingerprint
 
-    def _claim(self, schema_id: int, fingerprint: bytes) -> None:
-        """Record the schema of an id, as claimed by its writer on the log."""
+    def _claim(self, schema_id: int, fingerprint: bytes, *, is_on_log: bool) -> None:
+        """Record the schema of an id, as the log or the registry gives it."""
         other = self._fingerprints.get(schema_id, fingerprint)
-        if other != fingerprint and schema_id not in self._off_log:
-            raise SchemaError(
-                f"registry id {schema_id} stands for schema {other.hex()} and for "
-                f"{fingerprint.hex()}; a run keeps to one schema registry"
-            )
-        if other != fingerprint and self._is_written_with(schema_id):
-            raise RegistryConflict(
-                f"registry id {schema_id} stands for {self._get_name(other)} here, and for "
-                f"{self._get_name(fingerprint)} on control.schemas: processes of two schema "
-                "registries write on this log; start all with one broker.schema_registry"
+        is_taken = other != fingerprint and schema_id not in self._off_log
+        if is_taken or (other != fingerprint and self._is_written_with(schema_id)):
+            error = SchemaError if is_taken and is_on_log else RegistryConflict
+            raise error(
+                f"schema id {schema_id} stands for {self._describe(other)} and for "
+                f"{self._describe(fingerprint)}; a run keeps to one schema registry: point "
+                "broker.schema_registry to it in all processes, or leave it out"
             )
         self._fingerprints[schema_id] = fingerprint
-        self._off_log.discard(schema_id)
+        (self._off_log.discard if is_on_log else self._off_log.add)(schema_id)
+
+    def _describe(self, fingerprint: bytes) -> str:
+        schema = self.schemas.get(fingerprint, {"name": "a schema"})
+        return f"{schema['name']} ({fingerprint.hex()})"
 
     def _is_written_with(self, schema_id: int) -> bool:
         return CONFLUENT_MAGIC + schema_id.to_bytes(4, "big") in self._headers.values()
