@@ -5,7 +5,7 @@ lost images.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from relax_events.data.stream import PromptStream
 from relax_events.errors import Fenced
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import ChatMessage, Outcome, TopicOffset, WorkerState
-from relax_events.events.types import PromptGroupIssued, WorkerHeartbeat
+from relax_events.events.types import PromptGroupEnded, PromptGroupIssued, WorkerHeartbeat
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
@@ -50,6 +50,30 @@ def write_rows(folder: Path, num_rows: int) -> str:
         "".join(f'{{"prompt": "{number}", "answer": ""}}\n' for number in range(num_rows))
     )
     return f"jsonl:{path}"
+
+
+def write_queue(
+    producer: RecordProducer, plan: TopicPlan, groups: Iterable[PromptGroupIssued]
+) -> None:
+    """Write issued prompt groups to partition 0 of the queue."""
+    producer.write(
+        ProducerRecord(
+            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
+        )
+        for event in groups
+    )
+
+
+def write_versions(producer: RecordProducer, plan: TopicPlan, *versions: int) -> None:
+    """Publish policy versions."""
+    topic = plan.topic("control.policy-versions")
+    producer.write(ProducerRecord(topic, CODEC.encode(published(one))) for one in versions)
+
+
+def write_ends(producer: RecordProducer, plan: TopicPlan, ends: Iterable[PromptGroupEnded]) -> None:
+    """Write outcomes of prompt groups."""
+    topic = plan.topic("control.prompt-group-outcomes")
+    producer.write(ProducerRecord(topic, CODEC.encode(event), partition=0) for event in ends)
 
 
 def external_group(prompt_group_id: str, *, group_index: int) -> PromptGroupIssued:
@@ -84,14 +108,8 @@ def test_external_prompt_groups_use_no_batch_slots_and_no_rows(
         external_group("000000-1000000-0", group_index=1_000_000),
         external_group("000000-1000001-0", group_index=1),
     ]
-    queue = plan.topic("prompt.groups")
-    producer.write(
-        ProducerRecord(queue, CODEC.encode(event), key=event.prompt_group_id, partition=0)
-        for event in external_groups
-    )
-    producer.write(
-        [ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))]
-    )
+    write_queue(producer, plan, external_groups)
+    write_versions(producer, plan, 0)
     events = issued_by_prompter(config, connection, num_records=4)
     assert sorted((event.prompt_group_id, event.row) for event in events if event.row < 10**6) == [
         ("000000-0000-0", 0),
@@ -116,18 +134,8 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
         replace(issued("000000-0002-0", row=3), skipped_rows={"2": "too_long"}),
         issued("000000-0003-0", row=4),
     ]
-    producer.write(
-        ProducerRecord(
-            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
-        )
-        for event in written
-    )
-    producer.write(
-        [
-            ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
-            for version in (0, 1)
-        ]
-    )
+    write_queue(producer, plan, written)
+    write_versions(producer, plan, 0, 1)
     events = issued_by_prompter(config, connection, num_records=8)
     rows = {event.prompt_group_id: event.row for event in events}
     assert [rows[f"00000{step}-000{index}-0"] for step in (0, 1) for index in range(4)] == [
@@ -162,26 +170,14 @@ def test_rows_of_purged_records_are_not_issued_again(
         for step in (0, 1)
         for index in (0, 1)
     ]
-    producer.write(
-        ProducerRecord(
-            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
-        )
-        for event in written
-    )
+    write_queue(producer, plan, written)
     ends = [
         build_group_end(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0)
         for event in written[:2]
     ]
 
     def purge() -> None:
-        producer.write(
-            [
-                ProducerRecord(
-                    plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
-                )
-                for event in ends
-            ]
-        )
+        write_ends(producer, plan, ends)
         admin.delete_records([TopicOffset(plan.topic("prompt.groups"), 0, 2)])
 
     read_stream, purges = LogReader.stream, [purge]
@@ -195,12 +191,7 @@ def test_rows_of_purged_records_are_not_issued_again(
         monkeypatch.setattr(LogReader, "stream", purge_then_read)
     else:
         purge()
-    producer.write(
-        [
-            ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
-            for version in (0, 1, 2)
-        ]
-    )
+    write_versions(producer, plan, 0, 1, 2)
     # The purge may come after the reader has read what it deletes: it reads what is kept.
     events = issued_by_prompter(config, connection, num_records=4, begin=2)
     assert sorted(
@@ -218,18 +209,8 @@ def test_prompts_with_too_high_a_pass_rate_are_not_issued_again(
     config = apply_run(run={"prompts_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{index}-0", row=index) for index in range(3)]
-    producer.write(
-        ProducerRecord(
-            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
-        )
-        for event in written
-    )
-    producer.write(
-        [
-            ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(version)))
-            for version in (0, 1)
-        ]
-    )
+    write_queue(producer, plan, written)
+    write_versions(producer, plan, 0, 1)
     ends = [
         build_group_end(
             event.prompt_group_id,
@@ -240,14 +221,7 @@ def test_prompts_with_too_high_a_pass_rate_are_not_issued_again(
         )
         for event, reward in zip(written, (1.0, 0.5, 0.0), strict=True)
     ]
-    producer.write(
-        [
-            ProducerRecord(
-                plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
-            )
-            for event in ends
-        ]
-    )
+    write_ends(producer, plan, ends)
     events = issued_by_prompter(config, connection, num_records=6)
     second = sorted(
         (event.prompt_group_id, event.row, event.skipped_rows)
@@ -292,27 +266,13 @@ def test_prompter_skips_rows_with_missing_or_broken_images(
     )
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{index}-0", row=index) for index in (0, 1)]
-    producer.write(
-        ProducerRecord(
-            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
-        )
-        for event in written
-    )
-    producer.write(
-        [ProducerRecord(plan.topic("control.policy-versions"), CODEC.encode(published(0)))]
-    )
+    write_queue(producer, plan, written)
+    write_versions(producer, plan, 0)
     ends = [
         build_group_end(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
         for event in written
     ]
-    producer.write(
-        [
-            ProducerRecord(
-                plan.topic("control.prompt-group-outcomes"), CODEC.encode(event), partition=0
-            )
-            for event in ends
-        ]
-    )
+    write_ends(producer, plan, ends)
     again = {
         event.prompt_group_id: event
         for event in issued_by_prompter(config, connection, num_records=4)
@@ -378,12 +338,7 @@ def test_prompt_groups_that_ended_together_are_issued_again_at_once(
     )
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-{index:04}-0", row=index) for index in range(12)]
-    producer.write(
-        ProducerRecord(
-            plan.topic("prompt.groups"), CODEC.encode(event), key=event.prompt_group_id, partition=0
-        )
-        for event in written
-    )
+    write_queue(producer, plan, written)
     ends = [
         build_group_end(event.prompt_group_id, Outcome.FAILED, policy_version=0, trainer_version=0)
         for event in written
