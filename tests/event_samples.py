@@ -94,6 +94,7 @@ def issued(group_id: str = "000000-0000-0", *, row: int = 7, of: int = 2) -> Pro
         messages=[ChatMessage.of_text("user", "say hi")],
         seed=1,
         issued_at=1,
+        lost_worker="",
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from cyclopts import App
 
 from relax_events.cli.parameters import Output, Overrides, RunFile
 from relax_events.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from relax_events.projections.ledger_findings import Finding
 
 app = App(
     name="ledger",
@@ -40,21 +46,25 @@ def check(config: RunFile, *overrides: Overrides, output: Output = "table") -> i
             require_run(settings, admin.topics(TopicPlan.from_config(settings).topic("")))
         ledger = read_ledger(settings, on_progress=ReadingProgress(print_progress))
     totals, findings, unproven = ledger.totals(), ledger.findings(), ledger.unverified()
-    problems = [
-        {"rule": one.rule, "count": one.count, "examples": one.examples, "remedy": one.remedy}
-        for one in findings
-    ]
-    print_fields(totals, output, data={**totals, "problems": problems, "unproven": unproven})
+    warnings = ledger.warnings()
+    lists = {"problems": _as_rows(findings), "warnings": _as_rows(warnings), "unproven": unproven}
+    print_fields(totals, output, data={**totals, **lists})
     if output == "table":
         for claim in unproven:
             print(f"NO PROOF  {claim}")
-        for finding in findings:
-            print(f"BROKEN  {finding.rule}: {finding.count}")
-            print(
-                "".join(f"        {example}\n" for example in finding.examples)
-                + f"        remedy: {finding.remedy}"
-            )
+        _print_findings("WARNING", warnings)
+        _print_findings("BROKEN", findings)
         if not findings:
             claims = f"no promise is broken; {len(unproven)} claims have no proof"
             print(claims if unproven else "all promises hold")
     return CheckFailed.exit_code if findings else 0
+
+
+def _as_rows(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    return [asdict(finding) | {"remedy": finding.remedy} for finding in findings]
+
+
+def _print_findings(mark: str, findings: Iterable[Finding]) -> None:
+    for finding in findings:
+        lines = (f"{mark}  {finding.rule}: {finding.count}", *finding.examples)
+        print(*lines, f"remedy: {finding.remedy}", sep="\n        ")

@@ -44,6 +44,8 @@ def report(config: Path, *overrides: str) -> int:
     )
     print(find_report(settings.run_directory))
     print(f"export the model: {written['export_command']}")
+    for warning in ledger.warnings():
+        print(f"WARNING  {warning}")
     for problem in ledger.problems():
         print(f"BROKEN  {problem}")
     return CheckFailed.exit_code if ledger.problems() else 0

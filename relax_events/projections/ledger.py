@@ -37,7 +37,7 @@ from relax_events.projections.ledger_facts import (
     Trained,
     digest_reward_parts,
 )
-from relax_events.projections.ledger_findings import Finding, LedgerTotals, Rule
+from relax_events.projections.ledger_findings import WARNINGS, Finding, LedgerTotals, Rule
 from relax_events.projections.ledger_group_check import GroupCheck, check_slots
 from relax_events.projections.ledger_step_check import SequenceCheck, StepCheck
 from relax_events.projections.purged_ranges import PurgedRanges
@@ -227,8 +227,13 @@ class Ledger:
 
     def _apply_issue(self, event: PromptGroupIssued) -> None:
         if (group := self._group(event.prompt_group_id)) is None:
+            if event.lost_worker == "":
+                late = f"{event.prompt_group_id}: again after it ended"
+                self._final.findings.add(Rule.ISSUED_TWICE, late)
             return
         group.is_issued, group.num_samples = True, event.samples_per_prompt
+        group.num_issues += not event.lost_worker
+        group.are_issues_explained &= event.lost_worker is not None
         for row, reason in event.skipped_rows.items():
             self._skipped_rows.setdefault(
                 row,
@@ -370,6 +375,7 @@ class Ledger:
             },
             "prompts_skipped": dict(sorted(skipped.items())),
             "prompt_groups_external": counts["external"],
+            "prompt_groups_issued_twice": totals.findings.counts.get(Rule.ISSUED_TWICE, 0),
             "prompt_groups_purged": counts["purged groups"],
             "samples_purged": counts["purged samples"],
             "samples_rolled_out": counts["rolled out"],
@@ -392,7 +398,11 @@ class Ledger:
 
     def findings(self) -> list[Finding]:
         """Return every broken promise; an empty list proves the run."""
-        return self._all_totals().findings.as_list()
+        return self._all_totals().findings.as_list(set(Rule) - WARNINGS)
+
+    def warnings(self) -> list[Finding]:
+        """Return what cost work and broke no promise."""
+        return self._all_totals().findings.as_list(WARNINGS)
 
     def problems(self) -> list[str]:
         """Return every broken promise as a sentence, with an example and a remedy."""

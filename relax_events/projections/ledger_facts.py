@@ -176,6 +176,10 @@ class GroupFacts:
     is_issued: bool = False
     num_samples: int = 0
     """As issued; 0 where its issue was not read."""
+    num_issues: int = 0
+    """Without those for a worker that went silent."""
+    are_issues_explained: bool = True
+    """Whether each says if it is for a worker that went silent."""
     outcomes: list[PromptGroupEnded] = field(default_factory=list)
     generated: dict[str, list[Generated]] = field(default_factory=dict)
     num_generated: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -35,6 +36,7 @@ class Rule(StrEnum):
     NOT_SCORED = "sample trained with a reward that no score gives"
     OTHER_ADVANTAGES = "sample trained with advantages that its rewards don't give"
     NEVER_ISSUED = "prompt group trained that was never issued"
+    ISSUED_TWICE = "prompt group issued twice"
     EXTERNAL_TRAINED = "external prompt group trained"
     TOO_STALE = "staleness above max_staleness"
     TRAINED_BY_OLDER_VERSION = "sample trained by an older version than generated it"
@@ -75,6 +77,10 @@ REMEDIES = {
     Rule.NOT_SCORED: FORK,
     Rule.OTHER_ADVANTAGES: FORK,
     Rule.NEVER_ISSUED: f"{WRITER}; {FORK}",
+    Rule.ISSUED_TWICE: (
+        "it is generated twice and trained once; many of them: do prompters of an older release "
+        "run (relax run on two machines)?"
+    ),
     Rule.EXTERNAL_TRAINED: FORK,
     Rule.TOO_STALE: FORK,
     Rule.TRAINED_BY_OLDER_VERSION: FORK,
@@ -111,6 +117,11 @@ REMEDIES = {
         "restore the object from a backup, or fork the run at another version (relax runs fork)"
     ),
 }
+
+
+WARNINGS = frozenset({Rule.ISSUED_TWICE})
+"""What a crash may cause although all promises hold: a prompter that is stopped before a write, and
+replaced meanwhile, writes that part again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +163,12 @@ class Findings:
                 :MAX_EXAMPLES
             ]
 
-    def as_list(self) -> list[Finding]:
-        """Return the findings in the order of the rules."""
+    def as_list(self, rules: Set[Rule]) -> list[Finding]:
+        """Return the findings by these rules, in the order of all rules."""
         return [
             Finding(rule, self.counts[rule], tuple(self.examples[rule]))
             for rule in Rule
-            if rule in self.counts
+            if rule in self.counts.keys() & rules
         ]
 
 

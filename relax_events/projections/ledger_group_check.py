@@ -39,6 +39,14 @@ class GroupCheck:
             self.evidence.lost_issue(group)
         )
         findings = totals.findings
+        if group.num_issues > 1 and not is_external(group.group_id):
+            if group.are_issues_explained:
+                findings.add(Rule.ISSUED_TWICE, f"{group.group_id}: {group.num_issues} times")
+            else:
+                totals.unverified[
+                    "{} prompt groups were issued once, since a record of an older release doesn't "
+                    "say whether it was for a silent worker"
+                ] += 1
         times = Counter(sample.sample_id for sample in group.trained)
         for sample_id in sorted(name for name, count in times.items() if count > 1):
             findings.add(

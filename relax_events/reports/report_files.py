@@ -21,6 +21,8 @@ tokens_per_second, samples_per_second: Tokens and samples trained per second ove
     train_seconds`.
 outcomes: Prompt groups: `issued` in all, by outcome (`trained`, `filtered`, `expired`,
     `failed`), and prompt groups `in_flight`.
+prompt_groups_issued_twice: Prompt groups that were issued again although no worker had lost them:
+    generated twice, trained once.
 samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.
 samples_foreign, records_unreadable: Records of unknown producers in the run's topics: samples of
     prompt groups that were never issued, and records that are no event.

@@ -237,6 +237,26 @@ def test_ledger_check_prints_rule_record_locations_and_remedy(
     assert (problem["count"], len(problem["examples"])) == (2, 2)
 
 
+def test_ledger_check_warns_of_a_prompt_group_that_was_issued_twice(
+    config: RunConfig,
+    write: Callable[[ValidRun], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = ValidRun(6, run_id=config.run.id)
+    run.issue("000003-0000-0")
+    write(run)
+    run_file = tmp_path / "run.json"
+    run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
+    assert check(run_file) == 0
+    printed = capsys.readouterr().out
+    assert "WARNING  prompt group issued twice: 1\n        000003-0000-0: 2 times\n" in printed
+    assert printed.endswith("all promises hold\n")
+    assert check(run_file, output="json") == 0
+    result = orjson.loads(capsys.readouterr().out)
+    assert (result["problems"], [one["count"] for one in result["warnings"]]) == ([], [1])
+
+
 def test_ledger_check_names_a_run_unknown_to_the_broker(config: RunConfig) -> None:
     other = config.model_copy(update={"run": config.run.model_copy(update={"id": "nobodys"})})
     with pytest.raises(ConfigError, match="the broker has no topics of a run 'nobodys'"):

@@ -4,11 +4,12 @@ reports nothing else."""
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import ended, ready, rolled_out
+from event_samples import ended, issued, ready, rolled_out
 from valid_run import (
     SEVERAL,
     TAMPERINGS,
@@ -34,7 +35,7 @@ from relax_events.projections.ledger_findings import REMEDIES, Rule
 STRANGE = "000900-0000-0"
 BY_HAND = {
     *(Rule.TOO_STALE, Rule.TRAINED_BY_OLDER_VERSION, Rule.MANIFEST, Rule.NOT_AS_SOURCE),
-    Rule.UNREADABLE_CONTROL,
+    *(Rule.UNREADABLE_CONTROL, Rule.ISSUED_TWICE),
 }
 """Rules with tests of their own: below, in test_replays.py and in
 tests/integration/test_ledger_reading.py."""
@@ -224,6 +225,43 @@ def test_records_of_a_generation_share_its_digest_in_memory() -> None:
     strings = {id(copy.generation) for copies in facts.generated.values() for copy in copies}
     strings |= {id(record.generation) for record in facts.ready.values()}
     assert len(strings) == 1
+
+
+@pytest.mark.parametrize(("lost_worker", "claims"), [("rollout-1", 0), (None, 1)])
+def test_prompt_group_may_be_issued_once_more_for_a_silent_worker(
+    lost_worker: str | None, claims: int
+) -> None:
+    run = ValidRun(6)
+    run.issue("000003-0000-0")
+    for (entity, partition), events in run.log.items():
+        if entity == "prompt.groups" and events[-1].prompt_group_id == "000003-0000-0":
+            run.change(entity, len(events) - 1, partition, lost_worker=lost_worker)
+    ledger = run.ledger()
+    assert (ledger.problems(), ledger.warnings()) == ([], [])
+    assert len(ledger.unverified()) == claims
+
+
+def test_prompt_group_that_was_issued_twice_is_named_and_breaks_no_promise() -> None:
+    run = ValidRun(6)
+    run.issue("000003-0000-0")
+    ledger = run.ledger()
+    assert (ledger.findings(), ledger.unverified()) == ([], [])
+    (warning,) = ledger.warnings()
+    assert str(warning).startswith("prompt group issued twice: 1, for example 000003-0000-0")
+    assert ledger.totals()["prompt_groups_issued_twice"] == 1
+
+
+def test_issue_that_a_stopped_prompter_writes_after_the_prompt_group_ended_is_named() -> None:
+    run = ValidRun(30)
+    ledger = Ledger(1, advantages=recorded_advantages())
+    for below, (at, event) in in_step(run):
+        ledger.apply(event, at)
+        ledger.finalize(below)
+    at = TopicOffset(run.plan.topic("prompt.groups"), 0, 1000)
+    for lost_worker in ("", "rollout-1"):
+        ledger.apply(replace(issued("000003-0000-0"), lost_worker=lost_worker), at)
+    assert [one.count for one in ledger.warnings()] == [1]
+    assert ledger.problems() == []
 
 
 def test_second_history_on_a_log_is_named_instead_of_each_of_its_records() -> None:
