@@ -22,9 +22,9 @@ from relax_events.events.types import Event, RunCommanded
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
-from relax_events.kafka.embedded import BrokerBusy
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.broker_checks import require_fitting_model
+from relax_events.launcher.broker_keeper import BrokerKeeper
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
@@ -86,6 +86,7 @@ class RunSession:
         """
         self._config, self._accepts_changes = config, accepts_changes
         self._broker = embedded_broker(config)
+        self._keeper: BrokerKeeper | None = None
         self._state, self._scaling = RunState(), ScaleState()
         self._lock = threading.Lock()
         self._projections = ProjectionGroup(self._state, self._scaling, lock=self._lock)
@@ -164,7 +165,7 @@ class RunSession:
         finally:
             supervisor.stop(
                 timeout_seconds=self._config.workers.drain_seconds + 5,
-                tick=lambda: self._show(admin, display, supervisor),
+                tick=lambda: self._tend_drain(supervisor, admin, display),
             )
             self._send_goodbyes(supervisor)
 
@@ -174,6 +175,7 @@ class RunSession:
             self._config = apply_principal(self._config, OPERATOR)
             return
         is_new = stack.enter_context(self._broker.in_use("relax run"))
+        self._keeper = BrokerKeeper(self._broker)
         self._config = with_broker_address(self._config, self._broker)
         display.print_line(
             f"broker {'started' if is_new else 'found'} at {self._broker.bootstrap_servers}"
@@ -280,7 +282,7 @@ class RunSession:
         """
         is_reported = not self._config.evaluation.datasets
         while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
-            self._restart_broker(display)
+            self._tend_broker(display)
             self._follower.check()
             while self._workers_to_kill:
                 supervisor.kill(self._workers_to_kill.pop())
@@ -351,15 +353,21 @@ class RunSession:
             ):
                 supervisor.restart_fenced(worker_id)
 
-    def _restart_broker(self, display: ProgressDisplay) -> None:
-        if self._broker is not None and not self._broker.is_running:
-            display.print_line("the broker died and is restarted")
-            log.warning("broker.died", error=str(self._broker.explain_death()))
-            try:
-                self._broker.restart()
-            # another process may still be stopping it, or starts it: look again at the next turn
-            except BrokerBusy as error:
-                log.info("broker.unavailable", error=str(error))
+    def _tend_broker(self, display: ProgressDisplay) -> None:
+        """Restart the embedded broker when it has died; see `BrokerKeeper.tend`."""
+        if self._keeper is not None and (line := self._keeper.tend(time.monotonic())) is not None:
+            display.print_line(line)
+
+    def _try_to_tend_broker(self, display: ProgressDisplay) -> None:
+        """Likewise while the run ends: what it still does there ends with its own error."""
+        try:
+            self._tend_broker(display)
+        except RelaxError as error:
+            log.warning("broker.not_restarted", error=str(error))
+
+    def _tend_drain(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
+        self._try_to_tend_broker(display)
+        self._show(admin, display, supervisor)
 
     def _show(self, admin: Admin, display: ProgressDisplay, supervisor: Supervisor) -> None:
         if time.monotonic() - self._lag_read_at > LAG_EVERY_SECONDS:

@@ -20,6 +20,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import RankLost
 from relax_events.launcher.fork_client import ForkedWorker, ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest
+from relax_events.launcher.memory_kills import MemoryKills
 from relax_events.plugins import ENGINES, ROLES, TRAINER_BACKENDS, list_installed
 from relax_events.telemetry.final_error import FinalError, read_final_error
 from relax_events.training.ranks import RENDEZVOUS_FD_VARIABLE
@@ -48,12 +49,14 @@ class WorkerExit:
         code: Its exit code, -N if signal N ended it.
         log_path: Its log.
         error: The error that it ended with; None where it could not write one.
+        memory: Why the kernel killed processes while it ran; empty where it killed none.
     """
 
     worker_id: str
     code: int
     log_path: Path
     error: FinalError | None
+    memory: str = ""
 
     @property
     def has_client_abort(self) -> bool:
@@ -67,11 +70,10 @@ class WorkerExit:
             return str(self.error)
         if self.has_client_abort:
             return CLIENT_ABORT_TEXT
-        return (
-            f"ended by {_signal_name(-self.code)}"
-            if self.code < 0
-            else f"ended with exit code {self.code}"
-        )
+        if self.code >= 0:
+            return f"ended with exit code {self.code}"
+        cause = f", {self.memory}" if self.memory and self.code == -signal.SIGKILL else ""
+        return f"ended by {_signal_name(-self.code)}{cause}"
 
 
 def _read_end(path: Path) -> bytes:
@@ -114,6 +116,7 @@ class WorkerProcesses:
         self._killed: set[str] = set()
         self._kill_at: float | None = None
         self._ending: WorkerExit | None = None
+        self._kills = MemoryKills.read()
 
     @classmethod
     def start(
@@ -214,9 +217,9 @@ class WorkerProcesses:
 
     def _build_exit(self, name: str, process: ForkedWorker) -> WorkerExit:
         path, code = self._logs / f"{name}.log", process.wait(0)
-        return WorkerExit(
-            name, code, path, read_final_error(path, pid=process.pid) if code > 0 else None
-        )
+        if code <= 0:
+            return WorkerExit(name, code, path, None, memory=self._kills.explain())
+        return WorkerExit(name, code, path, read_final_error(path, pid=process.pid))
 
     def _blame(self, ending: WorkerExit) -> tuple[bool, bool, bool, int]:
         """Sort the cause first: a rank that failed by itself, the earliest of them. A signal leaves

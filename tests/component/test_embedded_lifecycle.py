@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -179,6 +180,16 @@ def test_start_takes_another_port_when_the_last_one_is_taken(
         (tmp_path / "node" / "broker.json").write_text(json.dumps(state))
         with pytest.raises(EnvironmentProblem, match=f"port {taken} on 127.0.0.1 is taken"):
             EmbeddedBroker(tmp_path / "node").restart()  # its users know it by that port
+
+
+def test_broker_that_is_killed_during_its_start_says_so(
+    java: Callable[[str], None], tmp_path: Path
+) -> None:
+    java("echo loading; kill -KILL $$")
+    broker = EmbeddedBroker(tmp_path / "node")
+    with pytest.raises(BrokerError, match=r"was killed \(SIGKILL\); see .*broker.log"):
+        broker.start(timeout_seconds=20)
+    assert broker.exit_code == -signal.SIGKILL
 
 
 def test_start_does_not_mistake_a_recycled_pid_for_its_broker(

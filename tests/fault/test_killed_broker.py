@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +31,14 @@ def test_run_finishes_when_broker_and_workers_are_killed(
     run.wait_until_ready_again(*run.worker_ids, killed=killed)
 
     run.broker.kill()
+    run.wait_until(lambda: run.broker.is_running, "the broker starts again")
+    pid = run.broker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
     run.recovers_within(BROKER_SECONDS)
+    output = run.output.read_text()
+    assert "the broker died and is restarted in 1 s: the embedded broker in" in output
+    assert "was killed (SIGKILL)" in output
     assert run.state.num_steps < run.config.run.num_steps, (
         "the broker was killed within the run, not after it"
     )

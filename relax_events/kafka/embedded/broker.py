@@ -30,6 +30,7 @@ from relax_events.kafka.embedded.launch import LOG_NAME, PROPERTIES_NAME, STATE_
 from relax_events.kafka.embedded.ports import HOST
 from relax_events.kafka.embedded.process import (
     find_process,
+    get_exit_code,
     terminate,
     wait_for_end,
     wait_until_ready,
@@ -81,6 +82,7 @@ class EmbeddedBroker:
         self._node_properties = _NO_PROPERTIES if node_properties is None else dict(node_properties)
         self._credentials, self._has_password, self._heap_mib = credentials, has_password, heap_mib
         self._uses = ExitStack()
+        self._child: psutil.Process | None = None
 
     @property
     def directory(self) -> Path:
@@ -131,6 +133,16 @@ class EmbeddedBroker:
     def is_running(self) -> bool:
         """Whether the broker's process is alive."""
         return self.pid is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the newest broker that this object started, -N if signal N ended it;
+        None while it runs, and where another process started the broker.
+        """
+        state = self.state
+        if self._child is None or (state is not None and state.pid not in (None, self._child.pid)):
+            return None
+        return get_exit_code(self._child)
 
     @property
     def users(self) -> list[int]:
@@ -236,6 +248,7 @@ class EmbeddedBroker:
             port=state.port,
             directory=self._directory,
             start_byte=state.log_start_byte,
+            exit_code=self.exit_code,
         )
 
     def wait_for_end(self, timeout_seconds: float) -> bool:
@@ -278,6 +291,7 @@ class EmbeddedBroker:
             heap_mib=self._heap_mib,
             started_by=by,
         )
+        self._child = running
         ready = False
         try:
             if newcomer is not None:
@@ -366,6 +380,8 @@ class EmbeddedBroker:
 
     def _find_process(self, state: BrokerState | None) -> psutil.Process | None:
         pid = None if state is None else state.pid
+        if self._child is not None and self._child.pid == pid and wait_for_end(self._child, 0):
+            return None
         return find_process(pid, self._directory / PROPERTIES_NAME)
 
     def _stop_process(

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,7 +60,9 @@ _STACK = re.compile(r"\s+(at |\.\.\. \d+ )")
 _CAUSE = re.compile(r"\b[\w$]+(\.[\w$]+)+(Exception|Error)\b")
 
 
-def explain_death(log: Path, *, port: int, directory: Path, start_byte: int = 0) -> RelaxError:
+def explain_death(
+    log: Path, *, port: int, directory: Path, start_byte: int = 0, exit_code: int | None = None
+) -> RelaxError:
     """Return the error for a broker whose process died.
 
     Args:
@@ -67,6 +70,7 @@ def explain_death(log: Path, *, port: int, directory: Path, start_byte: int = 0)
         port: The port that it used.
         directory: The broker's directory.
         start_byte: Where the log of this start begins.
+        exit_code: Of the process, -N if signal N ended it; None if it is unknown.
     """
     text = "\n".join(read_last_lines(log, num_lines=_NUM_LINES_SEARCHED, start_byte=start_byte))
     if "No space left on device" in text:
@@ -76,12 +80,15 @@ def explain_death(log: Path, *, port: int, directory: Path, start_byte: int = 0)
         )
     if "Address already in use" in text:
         return build_port_error(port)
+    if exit_code == -signal.SIGKILL:
+        return BrokerError(f"the embedded broker in {directory} was killed (SIGKILL); see {log}")
     lines = [line for line in text.splitlines() if not _STACK.match(line)]
     if causes := [line for line in lines if _CAUSE.search(line)]:
         return BrokerError(
             f"the embedded broker in {directory} ended by itself: {causes[-1].strip()}; see {log}"
         )
     tail = "\n".join(f"  {line}" for line in lines[-_NUM_LINES_SHOWN:]) or "  (it printed nothing)"
+    how = "ended by itself" if lines or exit_code is not None else "ended, perhaps by a signal"
     return BrokerError(
-        f"the embedded broker in {directory} ended by itself; the last lines of {log}:\n{tail}"
+        f"the embedded broker in {directory} {how}; the last lines of {log}:\n{tail}"
     )

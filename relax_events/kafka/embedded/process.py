@@ -97,6 +97,13 @@ def wait_for_end(process: psutil.Process, timeout_seconds: float) -> bool:
     return ended
 
 
+def get_exit_code(process: psutil.Process) -> int | None:
+    """Return the exit code of a child process, -N if signal N ended it; None while it runs, and
+    where it was reaped through another object.
+    """
+    return process.wait(0) if wait_for_end(process, 0) else None
+
+
 def _is_gone(process: psutil.Process, timeout_seconds: float) -> bool:
     try:
         process.wait(timeout_seconds)

@@ -1,5 +1,6 @@
 """The reason of a broker's exit, found in its log."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,16 @@ from relax_events.errors import BrokerError, EnvironmentProblem, RelaxError
 from relax_events.kafka.embedded.broker_log import explain_death
 
 
-def explain(tmp_path: Path, text: str, start_byte: int = 0) -> RelaxError:
+def explain(
+    tmp_path: Path, text: str, start_byte: int = 0, exit_code: int | None = None
+) -> RelaxError:
     (tmp_path / "broker.log").write_text(text)
     return explain_death(
-        tmp_path / "broker.log", port=20001, directory=tmp_path, start_byte=start_byte
+        tmp_path / "broker.log",
+        port=20001,
+        directory=tmp_path,
+        start_byte=start_byte,
+        exit_code=exit_code,
     )
 
 
@@ -50,6 +57,14 @@ def test_explain_death_names_the_cause_that_the_log_shows(
 def test_explain_death_ignores_the_log_of_earlier_brokers(tmp_path: Path) -> None:
     past = "No space left on device\n"
     assert "ended by itself" in str(explain(tmp_path, past + "killed\n", start_byte=len(past)))
+
+
+@pytest.mark.parametrize("text", ["", "java.io.IOException: a peer was gone\n"])
+def test_explain_death_says_that_a_broker_was_killed(tmp_path: Path, text: str) -> None:
+    assert str(explain(tmp_path, text, exit_code=-signal.SIGKILL)) == (
+        f"the embedded broker in {tmp_path} was killed (SIGKILL); see {tmp_path / 'broker.log'}"
+    )
+    assert "killed" not in str(explain(tmp_path, text, exit_code=1))
 
 
 def test_explain_death_reports_an_empty_log(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_events.launcher import memory_kills
 from relax_events.launcher.managed_process import DeathCount, Progress
+from relax_events.launcher.memory_kills import MemoryKills
 from relax_events.launcher.worker_processes import CLIENT_ABORT_TEXT, WorkerExit
 from tests.unit.run_events import make_heartbeat
 
@@ -112,6 +114,61 @@ def test_broker_client_abort_is_recognized_by_its_log_output(
     )
     assert abort.text == CLIENT_ABORT_TEXT
     assert replace(abort, code=-signal.SIGKILL).text == "ended by SIGKILL"
+
+
+def write_kills(folder: Path, *, of_machine: int, of_cgroup: int | None = None) -> None:
+    """Write what the kernel counts; without a count of a cgroup there is no such file."""
+    (folder / "vmstat").write_text(f"pgfault 12\noom_kill {of_machine}\nnuma_hit 3\n")
+    (folder / "cgroup").write_text("4:memory:/older\n0::/some/container\n")
+    events = folder / "sys/some/container/memory.events"
+    if of_cgroup is not None:
+        events.parent.mkdir(parents=True, exist_ok=True)
+        events.write_text(f"low 0\nhigh 0\nmax 7\noom {of_cgroup}\noom_kill {of_cgroup}\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"of_machine": 3}, {"of_machine": 3}, ""),
+        ({"of_machine": 3}, {"of_machine": 4}, "probably because memory ran out"),
+        ({"of_machine": 3, "of_cgroup": 0}, {"of_machine": 4, "of_cgroup": 0}, ""),
+        (
+            {"of_machine": 3, "of_cgroup": 0},
+            {"of_machine": 4, "of_cgroup": 1},
+            "because memory ran out",
+        ),
+    ],
+)
+def test_death_by_sigkill_names_memory_when_the_kernel_has_killed_for_it(
+    before: dict[str, int],
+    after: dict[str, int],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_kills, "OWN_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory_kills, "CGROUPS", tmp_path / "sys")
+    monkeypatch.setattr(memory_kills, "VMSTAT", tmp_path / "vmstat")
+    write_kills(tmp_path, **before)
+    at_spawn = MemoryKills.read()
+    write_kills(tmp_path, **after)
+    killed = WorkerExit(
+        "rollout-0", -signal.SIGKILL, tmp_path / "log", None, memory=at_spawn.explain()
+    )
+    if not expected:
+        assert killed.text == "ended by SIGKILL"
+        return
+    assert killed.text.startswith(f"ended by SIGKILL, {expected}: ")
+    assert "engine.max_running_samples" in killed.text
+    assert "memory" not in replace(killed, code=-signal.SIGTERM).text
+
+
+def test_kernel_without_counts_of_kills_explains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_kills, "OWN_CGROUP", tmp_path / "none")
+    monkeypatch.setattr(memory_kills, "VMSTAT", tmp_path / "none")
+    assert MemoryKills.read().explain() == ""
 
 
 @given(
