@@ -36,6 +36,7 @@ def run(config: RunFile, *overrides: Overrides, accept_changes: bool = False) ->
     from relax_events.config import load_run_config
     from relax_events.launcher.preparation import prepare_run
     from relax_events.launcher.run import RunSession
+    from relax_events.reports.report_files import build_export_command
     from relax_events.reports.run_report import format_closing_line
     from relax_events.runtime.private_files import keep_private
     from relax_events.session.resume import ChangesNotAccepted
@@ -52,8 +53,9 @@ def run(config: RunFile, *overrides: Overrides, accept_changes: bool = False) ->
         if not agreed("continue with these changes?", yes=False):
             raise
         report = RunSession(settings, accepts_changes=True).run()
-    print(format_closing_line(report, settings.run_directory))
-    print(f"export the model: {report['export_command']}")
+    if report is not None:
+        print(format_closing_line(report, settings.run_directory))
+    print(f"export the model: {build_export_command(settings)}")
 
 
 def worker(

@@ -142,7 +142,8 @@ def _train(
         keep_private(settings)
         prepare_run(settings)
         report = RunSession(settings).run()
-        print(format_closing_line(report, settings.run_directory))
+        if report is not None:
+            print(format_closing_line(report, settings.run_directory))
         if not verify:
             return 0
         verdict = verify_replay(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +11,14 @@ from typing import Any
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import BrokerError, CheckFailed, Interrupted, RelaxError, RunFailed
+from relax_events.errors import (
+    BrokerError,
+    BrokerRefused,
+    CheckFailed,
+    Interrupted,
+    RelaxError,
+    RunFailed,
+)
 from relax_events.events.types import RunCommanded
 from relax_events.history.ledger import OnProgress
 from relax_events.projections.ledger import Ledger
@@ -20,6 +29,9 @@ from relax_events.runtime.drain import Drain
 from relax_events.session.records import RunSessions
 
 log = structlog.get_logger()
+NUM_TRIES, PAUSE_SECONDS, TURN_SECONDS = 3, 20.0, 0.5
+"""How often a run that reached its goal is checked while the broker does not answer, how long the
+run waits before it tries again, and how often it tends the embedded broker meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +43,18 @@ class ClosingReport:
         sessions: All `relax run` of the run.
         drain: Of this process: a signal that comes while the ledger is checked ends the check.
         display: Shows how far the check is.
+        tend_broker: Restarts the embedded broker if it has died, without waiting.
     """
 
     config: RunConfig
     sessions: RunSessions
     drain: Drain
     display: ProgressDisplay
+    tend_broker: Callable[[], None] = lambda: None
 
-    def finish(self, ended: RunCommanded | None, wall_seconds: float) -> dict[str, Any]:
-        """Check the ledger, write the report and return it.
+    def finish(self, ended: RunCommanded | None, wall_seconds: float) -> dict[str, Any] | None:
+        """Check the ledger, write the report and return it; None where the goal was reached and the
+        broker did not answer: that is printed, and no failure of the run.
 
         Args:
             ended: How the run ended, None if it was interrupted.
@@ -48,10 +63,22 @@ class ClosingReport:
             CheckFailed: The ledger found a broken promise.
             RunFailed: The goal was not reached; the text names the reason.
             Interrupted: Likewise, by a signal, or a signal ended the check.
+            BrokerError: The broker refused the check, or did not answer where the goal was not
+                reached.
         """
         succeeded = ended is not None and ended.succeeded
         reason = ended.reason if ended else "interrupted; the same command resumes the run"
-        report, ledger = self._write(wall_seconds, succeeded=succeeded, reason=reason)
+        try:
+            report, ledger = self._write_patiently(wall_seconds, succeeded=succeeded, reason=reason)
+        except BrokerError as error:
+            if not succeeded or isinstance(error, BrokerRefused):
+                raise
+            log.warning("ledger.not_checked", error=str(error))
+            self.display.print_line(
+                f"run {self.config.run.id} reached its goal, but its log was not checked and it "
+                f"has no report, since the broker did not answer ({error}): {self._later}"
+            )
+            return None
         if problems := ledger.problems():
             raise CheckFailed("the ledger found broken promises:\n" + "\n".join(problems))
         if not succeeded:
@@ -72,6 +99,29 @@ class ClosingReport:
         except (RelaxError, OSError) as second:
             log.warning("report.not_written", error=str(second))
 
+    def _write_patiently(
+        self, wall_seconds: float, *, succeeded: bool, reason: str
+    ) -> tuple[dict[str, Any], Ledger]:
+        """As `_write`, which is repeated where the goal was reached and the broker does not
+        answer.
+        """
+        for _ in range(NUM_TRIES - 1 if succeeded else 0):
+            try:
+                return self._write(wall_seconds, succeeded=succeeded, reason=reason)
+            except BrokerRefused:
+                raise
+            except BrokerError as error:
+                log.warning("ledger.read_failed", error=str(error))
+            self._wait()
+        return self._write(wall_seconds, succeeded=succeeded, reason=reason)
+
+    def _wait(self) -> None:
+        """Tend the broker until the next try; a signal ends the pause."""
+        over = time.monotonic() + PAUSE_SECONDS
+        self.tend_broker()
+        while time.monotonic() < over and not self.drain.wait(TURN_SECONDS):
+            self.tend_broker()
+
     def _write(
         self, wall_seconds: float, *, succeeded: bool, reason: str
     ) -> tuple[dict[str, Any], Ledger]:
@@ -84,12 +134,17 @@ class ClosingReport:
             on_progress=self._make_progress(),
         )
 
+    @property
+    def _later(self) -> str:
+        return f"`relax report` with the run file checks run {self.config.run.id} at any time"
+
     def _make_progress(self) -> OnProgress:
         """Return what shows how far the check is, and ends it after a signal: nothing else runs any
         more.
         """
-        later = f"`relax report` with the run file checks run {self.config.run.id} at any time"
-        show = ReadingProgress(self.display.print_line, hint=f"; Ctrl-C leaves it out: {later}")
+        show = ReadingProgress(
+            self.display.print_line, hint=f"; Ctrl-C leaves it out: {self._later}"
+        )
         was_interrupted = self.drain.requested
 
         def show_or_leave(num_read: int, num_records: int) -> None:
@@ -97,7 +152,7 @@ class ClosingReport:
             if self.drain.signal is not None and not was_interrupted:
                 raise Interrupted(
                     f"run {self.config.run.id} is over, but its log was not checked and it has no "
-                    f"report: {later}",
+                    f"report: {self._later}",
                     signal_number=self.drain.signal,
                 )
 

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,9 @@ class RunSession:
         self._started_at = now_micros()
         self._codec = open_codec(config.broker)
 
-    def run(self) -> dict[str, Any]:
-        """Run to the end and return the report.
+    def run(self) -> dict[str, Any] | None:
+        """Run to the end and return the report; None where the goal was reached, and the broker did
+        not answer the check of the log.
 
         Raises:
             RunFailed: The goal was not reached; the text names the reason.
@@ -146,7 +148,13 @@ class RunSession:
                 closing(SessionEvents.open(self._config, self._codec))
             )
             self._resume(display)
-            report = ClosingReport(self._config, self._sessions, self._drain, display)
+            report = ClosingReport(
+                self._config,
+                self._sessions,
+                self._drain,
+                display,
+                tend_broker=partial(self._try_to_tend_broker, display),
+            )
             try:
                 self._run_workers(supervisor, admin, display)
             except RelaxError as error:
