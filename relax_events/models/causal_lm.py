@@ -52,6 +52,19 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
     return device
 
 
+def open_device(name: str, *, local_rank: int = 0) -> torch.device:
+    """Choose a device, and make a GPU the current one of this thread: what takes no device of its
+    own, as FSDP2, NCCL and kernels do, then takes this one and not GPU 0.
+
+    Raises:
+        ConfigError: See `choose_device`.
+    """
+    device = choose_device(name, local_rank=local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def load_causal_lm(
     path: Path,
     *,

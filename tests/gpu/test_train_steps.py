@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from relax_events.config import LoRAConfig, RunConfig
 from relax_events.packages.examples.tiny_models import make_tiny
@@ -32,6 +33,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "host": {"offload_optimizer": True},
     "mini_batches": {"num_mini_batches": 2, "num_epochs": 2},
 }
+
+
+class ShardedBackend(TorchBackend):
+    """Shards over one rank too: there is no second GPU."""
+
+    def _is_sharded(self) -> bool:
+        return True
+
+
+def require_shards(backend: TorchBackend) -> None:
+    """Require that each parameter is sharded, on the GPU."""
+    parameters = list(backend._model.module.parameters())
+    assert parameters
+    assert all(isinstance(one, DTensor) and one.to_local().is_cuda for one in parameters)
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +156,9 @@ def test_sharded_rank_over_nccl(way: str, monkeypatch: pytest.MonkeyPatch) -> No
     config = config_on("cuda", run_config(path, trainer=trainer, algorithm=ALGORITHM))
     plain = config_on("cuda", run_config(path, trainer=WAYS[way], algorithm=ALGORITHM))
     with one_rank(config, monkeypatch) as ranks:
-        found = train(TorchBackend(config, ranks=ranks, dtype=torch.float64), path)
+        backend = ShardedBackend(config, ranks=ranks, dtype=torch.float64)
+        require_shards(backend)
+        found = train(backend, path)
     expected = train(TorchBackend(plain, ranks=SingleRank(), dtype=torch.float64), path)
     assert_near(expected, found, tolerance=1e-5)
 

@@ -24,7 +24,7 @@ from relax_events.media.token_layout import MediaLayout
 from relax_events.models import layers as attention
 from relax_events.models.adapter_folder import read_adapter_tensors
 from relax_events.models.adapters import Adapters, published_parameters, replace_version
-from relax_events.models.causal_lm import attention_kinds, choose_device, load_causal_lm
+from relax_events.models.causal_lm import attention_kinds, load_causal_lm, open_device
 from relax_events.models.families import read_family
 from relax_events.models.layers import ROW_BLOCK, use_padded_experts
 from relax_events.models.offload import Offload
@@ -49,7 +49,7 @@ class CausalModel:
             ConfigError: The folder is missing or holds no causal language model that this engine
                 can serve.
         """
-        self.device = choose_device(config.device)
+        self.device = open_device(config.device)
         self.family = read_family(path, config.media, separately=True)
         implementation = attention.register() if config.attention == "sdpa" else config.attention
         dtype = getattr(torch, config.dtype)

@@ -29,7 +29,7 @@ from relax_events.packages.megatron.opening import (
     exchanges_experts,
     guard_passes,
     needs_megatron,
-    open_device,
+    open_rank_device,
     pad_works,
     read_sizes,
     start_ranks,
@@ -60,7 +60,9 @@ class MegatronBackend(PolicyTraining):
     def _open_model(self, dtype: torch.dtype) -> None:
         """Load this rank's part of the model; see `StepTraining`."""
         config, ranks = self._config, self._ranks
-        self._device = open_device(config.model.device, ranks=ranks, threads=config.trainer.threads)
+        self._device = open_rank_device(
+            config.model.device, ranks=ranks, threads=config.trainer.threads
+        )
         torch.manual_seed(config.run.seed)
         path = config.model.path
         self._family = read_family(path, config.model.media)
@@ -100,7 +102,6 @@ class MegatronBackend(PolicyTraining):
         model, trainer, ranks = self._config.model, self._config.trainer, self._ranks
         start_ranks(
             ranks,
-            self._device,
             seed=self._config.run.seed,
             timeout_seconds=trainer.collective_timeout_seconds,
         )

@@ -22,7 +22,7 @@ from relax_events.packages.megatron.opening import (
     compute_outputs,
     guard_passes,
     needs_megatron,
-    open_device,
+    open_rank_device,
     pad_works,
     read_sizes,
     start_ranks,
@@ -53,7 +53,7 @@ class MegatronCritic(ValueTraining):
     def _open_model(self, dtype: torch.dtype) -> None:
         """Load this rank's part of the critic; see `StepTraining`."""
         config, ranks = self._config, self._ranks
-        device = open_device(config.model.device, ranks=ranks, threads=config.critic.threads)
+        device = open_rank_device(config.model.device, ranks=ranks, threads=config.critic.threads)
         with ranks.guard("building the critic"), cuda_calls_on_cpu(), needs_megatron():
             self._model, self._parameters = self._build(config, device, dtype)
 
@@ -70,7 +70,6 @@ class MegatronCritic(ValueTraining):
         sizes = read_sizes(path, ranks.topology, family).as_critic()
         start_ranks(
             ranks,
-            device,
             seed=config.run.seed,
             timeout_seconds=trainer.collective_timeout_seconds,
         )

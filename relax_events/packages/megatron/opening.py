@@ -16,7 +16,7 @@ from torch import Tensor
 from relax_events.api.errors import ConfigError
 from relax_events.api.training import Coordinates, ModelConfig, Ranks, Topology
 from relax_events.model_folder import read_model_json
-from relax_events.models.causal_lm import choose_device
+from relax_events.models.causal_lm import open_device
 from relax_events.models.families import Family
 from relax_events.packages.megatron.cpu import cuda_calls_on_cpu
 from relax_events.packages.megatron.sizes import DecoderSizes
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from relax_events.training.batch.packing import PackedBatch
 
 
-def open_device(name: str, *, ranks: Ranks, threads: int) -> torch.device:
+def open_rank_device(name: str, *, ranks: Ranks, threads: int) -> torch.device:
     """Return this rank's device, set up for the same bits in every run.
 
     Raises:
         ConfigError: `model.device` names the CPU where there is a GPU, which megatron-core uses
             without being asked.
     """
-    device = choose_device(name, local_rank=ranks.local_rank)
+    device = open_device(name, local_rank=ranks.local_rank)
     if device.type == "cpu" and torch.cuda.is_available():
         raise ConfigError(
             "trainer.backend = 'megatron' trains on the GPU where there is one, and model.device "
@@ -95,19 +95,16 @@ def needs_megatron() -> Iterator[None]:
         ) from error
 
 
-def start_ranks(ranks: Ranks, device: torch.device, *, seed: int, timeout_seconds: float) -> None:
+def start_ranks(ranks: Ranks, *, seed: int, timeout_seconds: float) -> None:
     """Create the process groups of the ranks' topology; collective.
 
     Args:
         ranks: This process and its peers.
-        device: Of this one.
         seed: Of megatron-core's generators.
         timeout_seconds: Deadline of collectives.
     """
     from relax_events.packages.megatron.building import start_model_parallel
 
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     start_model_parallel(ranks.topology, seed=seed, timeout_seconds=timeout_seconds)
 
 

@@ -19,7 +19,7 @@ from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import published_parameters
-from relax_events.models.causal_lm import choose_device
+from relax_events.models.causal_lm import open_device
 from relax_events.models.layers import use_padded_experts
 from relax_events.models.offload import Offload
 from relax_events.training.backend.determinism import make_deterministic
@@ -73,7 +73,7 @@ class LogprobScorer:
         Raises:
             ConfigError: The model can't be loaded.
         """
-        device = choose_device(model.device)
+        device = open_device(model.device)
         make_deterministic(device, threads=threads)
         self.policy_version = 0
         self._model = PolicyModel(model_path, config=model, device=device, separate_media=True)

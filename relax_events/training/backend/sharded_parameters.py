@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from relax_events.config import TrainerConfig
+from relax_events.errors import EnvironmentProblem
 from relax_events.models.adapters import published_parameters
 from relax_events.training.backend.flat_adamw import MOMENTS
 from relax_events.training.backend.parameter_store import ParameterStore, copy_to_host, on_device
@@ -44,7 +45,9 @@ def shard_model(module: nn.Module, *, layers: nn.ModuleList, device: torch.devic
     Args:
         module: The whole model; its parameters have one dtype.
         layers: Its decoder layers.
-        device: Of this rank.
+        device: Of this rank; a GPU must be the current one (`open_device`).
+    Raises:
+        EnvironmentProblem: A shard lies on another device.
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     dtype = next(module.parameters()).dtype
@@ -65,8 +68,19 @@ def shard_model(module: nn.Module, *, layers: nn.ModuleList, device: torch.devic
         sharded.set_force_sum_reduction_for_comms(True)
         # a micro-batch that reaches no expert of a layer must not leave out its reduction
         sharded.set_reduce_scatter_unused_params(True)
+    _require_shards(module, device)
     setattr(module, CALL, _call)
     register_fsdp_forward_method(module, CALL)
+
+
+def _require_shards(module: nn.Module, device: torch.device) -> None:
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.to_local().device != device:
+            raise EnvironmentProblem(
+                f"{name} was not sharded onto {device}, this rank's device, but lies on "
+                f"{parameter.device}; give each rank a device of its own (LOCAL_RANK), or set "
+                "trainer.sharding = 'none'"
+            )
 
 
 def call_with_weights(module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from relax_events.config import RunConfig
 from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import Adapters, published_parameters
-from relax_events.models.causal_lm import choose_device
+from relax_events.models.causal_lm import open_device
 from relax_events.models.families import Family, freeze
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
@@ -42,10 +42,10 @@ class TorchBackend(PolicyTraining):
     def _open_model(self, dtype: torch.dtype) -> None:
         """Load the whole model; see `StepTraining`."""
         config, ranks = self._config, self._ranks
-        device = self._device = choose_device(config.model.device, local_rank=ranks.local_rank)
+        device = self._device = open_device(config.model.device, local_rank=ranks.local_rank)
         make_deterministic(device, threads=config.trainer.threads)
         torch.manual_seed(config.run.seed)
-        self.waits_for_step = config.trainer.sharding == "full" and ranks.size > 1
+        self.waits_for_step = self._is_sharded()
         self._layout = TorchLayout(
             config.trainer, ranks=ranks, device=device, is_sharded=self.waits_for_step
         )
@@ -59,6 +59,9 @@ class TorchBackend(PolicyTraining):
         )
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
         self._parameters = self._layout.open_parameters(self._model.module)
+
+    def _is_sharded(self) -> bool:
+        return self._config.trainer.sharding == "full" and self._ranks.size > 1
 
     def _prepare_model(
         self, module: PreTrainedModel, family: Family, adapters: Adapters | None

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from relax_events.media.library import MediaLibrary
-from relax_events.models.causal_lm import choose_device
+from relax_events.models.causal_lm import open_device
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.scoring import group_by_padded_length, pack_in_own_rows
@@ -37,7 +37,7 @@ class TorchCritic(ValueTraining):
         """Load the value model, sharded over several ranks (FSDP2); see `StepTraining`."""
         config, ranks = self._config, self._ranks
         self.waits_for_step = ranks.size > 1
-        device = choose_device(config.model.device, local_rank=ranks.local_rank)
+        device = open_device(config.model.device, local_rank=ranks.local_rank)
         self._layout = TorchLayout(
             self._trainer, ranks=ranks, device=device, is_sharded=self.waits_for_step
         )
