@@ -101,7 +101,9 @@ def _rows(plan: RunPlan) -> list[list[str]]:
                 if num_bytes >= GB / 20
             )
             name = (
-                worker.worker_id if len(alike) == 1 else f"{worker.worker_id} to {other.worker_id}"
+                worker.worker_id
+                if worker.worker_id == other.worker_id
+                else f"{worker.worker_id} to {other.worker_id}"
             )
             rows.append([index, name, f"{worker.memory.total / GB:.1f}", parts])
         rest = first.num_bytes - first.needed

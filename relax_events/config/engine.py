@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -129,6 +131,27 @@ class SamplingConfig(Section):
     that `[model.tiny]` makes."""
 
 
+PARALLEL_SIZES = {
+    "tensor": ("--tp", "--tp-size", "--tensor-parallel-size"),
+    "pipeline": ("--pp", "--pp-size", "--pipeline-parallel-size"),
+    "data": ("--dp", "--dp-size", "--data-parallel-size"),
+}
+"""Arguments of SGLang by which a server computes on several GPUs."""
+ATTENTION_ALONE = "--enable-dp-attention"
+"""With it, data parallelism is within the tensor-parallel ranks."""
+BASE_GPU = "--base-gpu-id"
+
+
+class ServerDevices(NamedTuple):
+    """The GPUs of a server: the first one among its worker's, their number, and how many of them
+    hold a copy of the model together.
+    """
+
+    first: int
+    num_gpus: int
+    per_copy: int
+
+
 class SGLangConfig(Section):
     """Servers of engine `sglang`."""
 
@@ -147,8 +170,9 @@ class SGLangConfig(Section):
     arguments: Annotated[tuple[str, ...], Names.ARGUMENTS] = ()
     """Additional arguments of every server, as `["--tp-size", "2"]`."""
     server_arguments: Annotated[tuple[tuple[str, ...], ...], Names.ARGUMENTS] = ()
-    """Additional arguments of each server, as `[["--base-gpu-id", "0"], ["--base-gpu-id", "2"]]`;
-    as many as `num_servers`, or none."""
+    """Additional arguments of each server, as `[["--tp-size", "2"], ["--tp-size", "1"]]`; as many
+    as `num_servers`, or none. A server begins at the GPU behind those of the servers before it,
+    unless `--base-gpu-id` names another one."""
     start_seconds: Seconds = 600.0
     """Deadline for a server to become ready, and to load or hash all weights."""
     stall_seconds: Seconds = 120.0
@@ -170,6 +194,7 @@ class SGLangConfig(Section):
 
     @model_validator(mode="after")
     def _servers_are_as_many(self) -> SGLangConfig:
+        self.place_servers()
         if self.server_arguments and len(self.server_arguments) != self.num_servers:
             raise ValueError(
                 f"each server has arguments of its own: num_servers = {self.num_servers} needs as "
@@ -182,6 +207,46 @@ class SGLangConfig(Section):
                 "twice; leave one out"
             )
         return self
+
+    def list_arguments(self) -> list[tuple[str, ...]]:
+        """Return the additional arguments of each server that a worker starts."""
+        by_server = self.server_arguments or ((),) * self.num_servers
+        return [(*self.arguments, *more) for more in by_server]
+
+    def place_servers(self) -> list[ServerDevices]:
+        """Return the GPUs of each server that a worker starts. One without `--base-gpu-id` begins
+        behind those before it.
+
+        Raises:
+            ValueError: A size is not a whole number.
+        """
+        placed: list[ServerDevices] = []
+        for arguments in self.list_arguments():
+            sizes = {
+                axis: _read_number(arguments, names, default=1)
+                for axis, names in PARALLEL_SIZES.items()
+            }
+            per_copy = sizes["tensor"] * sizes["pipeline"]
+            num_gpus = per_copy * (1 if ATTENTION_ALONE in arguments else sizes["data"])
+            end = max((one.first + one.num_gpus for one in placed), default=0)
+            first = _read_number(arguments, (BASE_GPU,), default=end)
+            placed.append(ServerDevices(first, num_gpus, per_copy))
+        return placed
+
+
+def _read_number(arguments: Sequence[str], names: Sequence[str], *, default: int) -> int:
+    """Read the last argument of these names, `--name 2` or `--name=2`."""
+    number = default
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, has_value, value = word.partition("=")
+        if name in names:
+            text = value if has_value else following
+            if not text.isdecimal():
+                raise ValueError(
+                    f"engine.sglang.arguments: {name} takes a whole number, got {text!r}"
+                )
+            number = int(text)
+    return number
 
 
 class EngineConfig(Section):
@@ -214,6 +279,20 @@ class EngineConfig(Section):
         engine sets no limit of its own.
         """
         return 2 * self.sglang.start_seconds if self.name == "sglang" else 0.0
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs on which the engine of one worker computes."""
+        if self.name != "sglang" or self.sglang.urls:
+            return 1
+        return max(one.first + one.num_gpus for one in self.sglang.place_servers())
+
+    @property
+    def devices_per_copy(self) -> int:
+        """GPUs that hold a copy of the model together; the fewest of any server."""
+        if self.name != "sglang" or self.sglang.urls:
+            return 1
+        return min(one.per_copy for one in self.sglang.place_servers())
 
     def num_lanes(self, *, samples_per_prompt: int) -> int:
         """Return how many prompt groups one worker holds at a time."""

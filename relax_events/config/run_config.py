@@ -478,6 +478,15 @@ class RunConfig(Section):
         roles = self.roles() if self.workers.hybrid else {}
         return tuple(pair for pair in HYBRID_PAIRS if all(role in roles for role in pair))
 
+    def engine_devices(self) -> dict[str, int]:
+        """GPUs of one worker by role, for the roles with an engine; workers of others and ranks
+        have one each.
+        """
+        judge = self.judge.engine.num_devices if self.has_judge or self.judged_datasets else 1
+        policy = self.engine.num_devices
+        evaluator = max(policy, judge) if self.judged_datasets else policy
+        return {"rollout": policy, "evaluator": evaluator, "judge": judge}
+
     def separate_processes(self) -> dict[str, int]:
         """As `processes`, without the roles whose workers are in processes of others
         (`workers.hybrid`).

@@ -21,9 +21,9 @@ class DeviceAssignment:
     """The GPUs of a run's workers on this machine; without GPUs, or where `model.device` names one
     device, it changes nothing.
 
-    A worker that holds a model sees its own GPU alone; the ranks of the trainer all see the
-    trainer's, each its own at `LOCAL_RANK`, and so do the ranks of the critic. Other workers see
-    all GPUs: a reward function may want one.
+    A worker that holds a model sees its own GPU alone, one with an engine over several GPUs
+    all of them; the ranks of the trainer all see the trainer's, each its own at `LOCAL_RANK`, and
+    so do the ranks of the critic. Other workers see all GPUs: a reward function may want one.
     """
 
     def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
@@ -39,17 +39,19 @@ class DeviceAssignment:
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
         self._devices = config.devices
         self._ranks = {"trainer": config.trainer.ranks, "critic": config.critic_ranks}
-        self._placed: dict[str, int] = {}
+        self._sizes = config.engine_devices()
+        self._placed: dict[str, tuple[int, ...]] = {}
         if self._names:
             self._placed = place_workers(
                 config.separate_processes(),
                 ranks=config.trainer.ranks,
                 num_devices=len(self._names),
                 devices=self._devices,
+                sizes=self._sizes,
             )
             log.info(
                 "devices.placed",
-                **{worker: self._names[device] for worker, device in sorted(self._placed.items())},
+                **{worker: self._name(devices) for worker, devices in sorted(self._placed.items())},
             )
 
     @classmethod
@@ -64,18 +66,30 @@ class DeviceAssignment:
         if not self._names or role not in (*COMPUTING_ROLES, "trainer"):
             return {}
         # each rank has a device of its own, at LOCAL_RANK
-        seen = [self._assign(role, index + rank) for rank in range(self._ranks.get(role, 1))]
-        return {VISIBLE: ",".join(self._names[device] for device in seen)} | ORDER
+        seen = [
+            device
+            for rank in range(self._ranks.get(role, 1))
+            for device in self._assign(role, index + rank)
+        ]
+        return {VISIBLE: self._name(seen)} | ORDER
 
-    def _assign(self, role: str, index: int) -> int:
+    def _assign(self, role: str, index: int) -> tuple[int, ...]:
         worker_id = f"{role}-{index}"
         if worker_id not in self._placed:
-            device = place_worker(
-                role, index, self._placed, num_devices=len(self._names), devices=self._devices
+            devices = place_worker(
+                role,
+                index,
+                self._placed,
+                num_devices=len(self._names),
+                devices=self._devices,
+                size=self._sizes.get(role, 1),
             )
-            self._placed[worker_id] = device
-            log.info("devices.placed", **{worker_id: self._names[device]})
+            self._placed[worker_id] = devices
+            log.info("devices.placed", **{worker_id: self._name(devices)})
         return self._placed[worker_id]
+
+    def _name(self, devices: Sequence[int]) -> str:
+        return ",".join(self._names[device] for device in devices)
 
     def release(self, worker_id: str) -> None:
         """Forget an elastic worker that has left."""

@@ -250,10 +250,14 @@ def _count_workers_next_to_trainer(config: RunConfig, machine: Machine) -> dict[
     if config.model.device == "cpu" or ranks > len(machine.gpu_bytes):
         return roles
     placed = place_workers(
-        machine.roles, ranks=ranks, num_devices=len(machine.gpu_bytes), devices=config.devices
+        machine.roles,
+        ranks=ranks,
+        num_devices=len(machine.gpu_bytes),
+        devices=config.devices,
+        sizes=config.engine_devices(),
     )
-    trained = {placed[f"trainer-{rank}"] for rank in range(ranks) if f"trainer-{rank}" in placed}
+    trained = {device for rank in range(ranks) for device in placed.get(f"trainer-{rank}", ())}
     return {
-        role: sum(placed[f"{role}-{index}"] in trained for index in range(count))
+        role: sum(not trained.isdisjoint(placed[f"{role}-{index}"]) for index in range(count))
         for role, count in roles.items()
     }

@@ -16,17 +16,22 @@ LOADS = {"rollout": 4, "evaluator": 2, "critic": 4, "judge": 4, "teacher": 2}
 and the critic learns."""
 
 TRAINER, CRITIC = "trainer-", "critic-"
-Placement = Mapping[str, int]
-"""Device by worker id, `rollout-0`; ranks are workers of their own, `trainer-1`."""
+Placement = Mapping[str, tuple[int, ...]]
+"""Devices by worker id, `rollout-0`; ranks are workers of their own, `trainer-1`."""
 
 
 def place_workers(
-    roles: Mapping[str, int], *, ranks: int, num_devices: int, devices: DevicesConfig
-) -> dict[str, int]:
-    """Return the device of each worker that holds a model.
+    roles: Mapping[str, int],
+    *,
+    ranks: int,
+    num_devices: int,
+    devices: DevicesConfig,
+    sizes: Mapping[str, int],
+) -> dict[str, tuple[int, ...]]:
+    """Return the devices of each worker that holds a model.
 
     Each rank of the trainer gets a device of its own. The other workers share the rest, in order of
-    falling work, each where least is computed; they share with the trainer only where nothing is
+    falling work, each where least is computed; they share with the trainer only where too few are
     left. No two ranks of the critic share a device. A role that `devices` names stays on
     its devices.
 
@@ -35,8 +40,10 @@ def place_workers(
         ranks: Of the trainer.
         num_devices: Of the machine.
         devices: The section `devices`.
+        sizes: How many devices a worker computes on, by role; one where a role is left out.
     Raises:
-        ConfigError: There are fewer devices than ranks, or a device is named that is not there.
+        ConfigError: There are fewer devices than ranks, or than a worker computes on, or a device
+            is named that is not there.
     """
     for role, named in devices.by_role().items():
         if missing := [index for index in named if index >= num_devices]:
@@ -51,7 +58,9 @@ def place_workers(
             f"trainer.ranks is {ranks}, and the trainer has {len(trained)} device(s); set "
             f"trainer.ranks = {len(trained)}, or give it more devices"
         )
-    placed = {f"{TRAINER}{rank}": trained[rank] for rank in range(num_ranks)}
+    placed: dict[str, tuple[int, ...]] = {
+        f"{TRAINER}{rank}": (trained[rank],) for rank in range(num_ranks)
+    }
     num_devices_of_critic = len(devices.critic) or num_devices
     if roles.get("critic", 0) > num_devices_of_critic:
         raise ConfigError(
@@ -63,15 +72,26 @@ def place_workers(
     workers.sort(key=lambda worker: -_load(worker[0]))
     for role, index in workers:
         placed[f"{role}-{index}"] = place_worker(
-            role, index, placed, num_devices=num_devices, devices=devices
+            role,
+            index,
+            placed,
+            num_devices=num_devices,
+            devices=devices,
+            size=sizes.get(role, 1),
         )
     return placed
 
 
 def place_worker(
-    role: str, index: int, placed: Placement, *, num_devices: int, devices: DevicesConfig
-) -> int:
-    """Return the device of one more worker.
+    role: str,
+    index: int,
+    placed: Placement,
+    *,
+    num_devices: int,
+    devices: DevicesConfig,
+    size: int,
+) -> tuple[int, ...]:
+    """Return the devices of one more worker, in rising order where none are named.
 
     Args:
         role: Of the worker.
@@ -79,21 +99,38 @@ def place_worker(
         placed: The others.
         num_devices: Of the machine.
         devices: The section `devices`.
+        size: How many devices the worker computes on.
+    Raises:
+        ConfigError: There are fewer devices, or fewer are named.
     """
     if named := devices.by_role().get(role):
-        return named[index % len(named)]
-    trained = {device for worker, device in placed.items() if worker.startswith(TRAINER)}
-    peers = (
-        {device for worker, device in placed.items() if worker.startswith(CRITIC)}
-        if role == "critic"
-        else set()
-    )
+        if len(named) < size:
+            raise ConfigError(
+                f"a worker of role {role} computes on {size} GPUs, by the arguments of its "
+                f"engine, and devices.{devices.find_key(role)} names {len(named)}; name {size}, or "
+                "lower --tp-size"
+            )
+        return tuple(named[(index * size + number) % len(named)] for number in range(size))
+    trained = _list_devices(placed, TRAINER)
+    peers = _list_devices(placed, CRITIC) if role == "critic" else set()
     left = [device for device in range(num_devices) if device not in peers]
     free = [device for device in left if device not in trained]
+    if len(left) < size:
+        raise ConfigError(
+            f"a worker of role {role} computes on {size} GPUs, by the arguments of its engine, and "
+            f"there are {len(left)}; lower --tp-size, or take a machine with more"
+        )
     loads = Counter[int]()
-    for worker, device in placed.items():
-        loads[device] += _load(worker.rpartition("-")[0])
-    return min(free or left, key=lambda device: (loads[device], device))
+    for worker, where in placed.items():
+        loads.update(dict.fromkeys(where, _load(worker.rpartition("-")[0])))
+    chosen = free if len(free) >= size else left
+    return tuple(sorted(sorted(chosen, key=lambda device: (loads[device], device))[:size]))
+
+
+def _list_devices(placed: Placement, prefix: str) -> set[int]:
+    return {
+        device for worker, where in placed.items() if worker.startswith(prefix) for device in where
+    }
 
 
 def _load(role: str) -> int:

@@ -21,7 +21,7 @@ from relax_events.planning.memory import (
     RESERVED_GPU_BYTES,
     MemoryParts,
 )
-from relax_events.planning.placement import place_workers
+from relax_events.planning.placement import Placement, place_workers
 
 CACHING_ROLES = frozenset({"rollout", "evaluator", "judge"})
 CPU = "CPU"
@@ -172,16 +172,12 @@ def _plan(
             PlannedDevice(
                 index,
                 device.num_bytes,
-                tuple(
-                    models.worker(name)
-                    for name, device_index in placed.items()
-                    if device_index == index
-                ),
+                tuple(models.worker(name) for name, indices in placed.items() if index in indices),
                 config.devices.time_share,
             ),
             models,
         )
-        for index in sorted(set(placed.values()))
+        for index in sorted({index for indices in placed.values() for index in indices})
     )
     seconds = _estimate(config, facts["model"], device, sample_tokens) if device.flops else None
     return RunPlan(
@@ -193,13 +189,19 @@ def _plan(
     )
 
 
-def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> dict[str, int]:
+def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> Placement:
     roles, ranks = config.separate_processes(), config.trainer.ranks
     if on_gpu:
-        return place_workers(roles, ranks=ranks, num_devices=num_devices, devices=config.devices)
+        return place_workers(
+            roles,
+            ranks=ranks,
+            num_devices=num_devices,
+            devices=config.devices,
+            sizes=config.engine_devices(),
+        )
     most = max(ranks, config.critic_ranks)
-    names = place_workers(roles, ranks=ranks, num_devices=most, devices=DevicesConfig())
-    return dict.fromkeys(names, 0)
+    names = place_workers(roles, ranks=ranks, num_devices=most, devices=DevicesConfig(), sizes={})
+    return dict.fromkeys(names, (0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +251,7 @@ class _Models:
         models = self._list_models(role) or [model]
         model = max(models, key=lambda one: one.cell_bytes(dtype) / one.num_layers)
         num_parameters = sum(one.num_parameters for one in self._list_models(role))
-        weights = {"weights": num_parameters * get_value_bytes(dtype)}
+        weights = {"weights": -(-num_parameters * get_value_bytes(dtype) // self.split(role))}
         if role in dict(config.hosted_pairs()):
             if config.model.lora is not None or config.model.replays_routing:
                 weights["weights"] *= 2  # the two roles score in different ways
@@ -280,11 +282,18 @@ class _Models:
         """Return the engine of a role that generates."""
         return self.config.judge.engine if role == "judge" else self.config.engine
 
+    def split(self, role: str) -> int:
+        """Return the devices that hold a copy of a role's model together."""
+        has_engine = self.on_gpu and role in CACHING_ROLES
+        return self.find_engine(role).devices_per_copy if has_engine else 1
+
     def compute_cache_bytes(self, role: str) -> int:
-        """Return the bytes of one sample of the longest length in the cache of a role's engine."""
+        """Return the bytes that one sample of the longest length takes of a device in the cache of
+        a role's engine.
+        """
         model = self.facts.get(role, self.facts["model"])
         context = self.find_engine(role).max_context_tokens or 0
-        return context * model.cache_bytes(self.config.model.dtype)
+        return -(-context * model.cache_bytes(self.config.model.dtype) // self.split(role))
 
 
 def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
@@ -301,10 +310,12 @@ def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
             return worker
         role = worker.worker_id.rpartition("-")[0]
         one = models.compute_cache_bytes(role)
-        most = models.find_engine(role).max_running_samples
+        engine = models.find_engine(role)
+        most, copies = engine.max_running_samples, engine.num_devices // engine.devices_per_copy
         fitting = min(1 + room // max(one, 1), most)
         cache = MemoryParts(dict(worker.memory.parts) | {"cache": fitting * one})
-        return PlannedWorker(worker.worker_id, cache, num_samples=fitting, most_samples=most)
+        samples = min(fitting * copies, most)
+        return PlannedWorker(worker.worker_id, cache, num_samples=samples, most_samples=most)
 
     return replace(device, workers=tuple(map(fill, device.workers)))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
+from relax_events.config.engine import BASE_GPU
 from relax_events.engines.replicas.router import Router
 from relax_events.engines.sglang.memory import frees_memory
 from relax_events.engines.sglang.server import SGLangServer
@@ -56,8 +57,11 @@ def servers(config: SGLangConfig) -> dict[str, SGLangConfig]:
             url: config.model_copy(update={"urls": (url,), "num_servers": len(config.urls)})
             for url in config.urls
         }
-    by_server = config.server_arguments or ((),) * config.num_servers
-    return {
-        f"server-{index}": config.model_copy(update={"arguments": (*config.arguments, *more)})
-        for index, more in enumerate(by_server)
-    }
+    sections = {}
+    for index, (arguments, gpus) in enumerate(
+        zip(config.list_arguments(), config.place_servers(), strict=True)
+    ):
+        base = (BASE_GPU, str(gpus.first)) if gpus.first and BASE_GPU not in arguments else ()
+        update = {"arguments": (*arguments, *base)}
+        sections[f"server-{index}"] = config.model_copy(update=update)
+    return sections

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3OmniMoeThinkerForConditionalGeneration,
 )
 
-from relax_events.config import SGLangConfig
+from relax_events.config import EngineConfig, SGLangConfig
 from relax_events.engines.requests import SampleState, build_samples
 from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.engine import servers
@@ -437,6 +437,57 @@ def test_missing_logprob_is_kept_as_nan() -> None:
     broken["meta_info"]["output_token_logprobs"] = [[None, 1, None]]
     request.add_event(broken)
     assert np.isnan(request.logprobs).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "by_server", "gpus", "bases"),
+    [
+        ((), (), [(0, 1, 1)], [None]),
+        (("--tp-size", "4"), (), [(0, 4, 4)], [None]),
+        (("--tensor-parallel-size=2", "--pp-size", "2"), (), [(0, 4, 4)], [None]),
+        (("--tp", "2", "--dp-size", "2"), (), [(0, 4, 2)], [None]),
+        (("--tp", "2", "--dp-size", "2", "--enable-dp-attention"), (), [(0, 2, 2)], [None]),
+        (("--tp-size", "2", "--tp-size", "1"), (), [(0, 1, 1)], [None]),
+        (("--tp-size", "2"), ((), ()), [(0, 2, 2), (2, 2, 2)], [None, "2"]),
+        ((), (("--tp-size", "2"), (), ()), [(0, 2, 2), (2, 1, 1), (3, 1, 1)], [None, "2", "3"]),
+        ((), (("--base-gpu-id", "1"), ("--base-gpu-id=0",)), [(1, 1, 1), (0, 1, 1)], ["1", None]),
+    ],
+)
+def test_servers_of_a_worker_have_gpus_of_their_own(
+    arguments: tuple[str, ...],
+    by_server: tuple[tuple[str, ...], ...],
+    gpus: list[tuple[int, int, int]],
+    bases: list[str | None],
+) -> None:
+    section = SGLangConfig(
+        arguments=arguments, server_arguments=by_server, num_servers=max(len(by_server), 1)
+    )
+    assert section.place_servers() == gpus
+    engine = EngineConfig(name="sglang", sglang=section)
+    assert engine.num_devices == max(first + count for first, count, _ in gpus)
+    assert engine.devices_per_copy == min(per_copy for *_, per_copy in gpus)
+    added = [
+        one.arguments[one.arguments.index("--base-gpu-id") + 1]
+        if "--base-gpu-id" in one.arguments
+        else None
+        for one in servers(section).values()
+    ]
+    assert added == bases
+
+
+def test_engines_without_servers_of_their_own_have_one_gpu() -> None:
+    arguments = ("--tp-size", "4")
+    attached = SGLangConfig(arguments=arguments, urls=("http://gpu-1:30000",))
+    assert EngineConfig(name="sglang", sglang=attached).num_devices == 1
+    assert EngineConfig(sglang=SGLangConfig(arguments=arguments)).num_devices == 1
+
+
+@pytest.mark.parametrize("arguments", [("--tp-size", "two"), ("--tp-size",), ("--pp-size=",)])
+def test_sizes_that_are_no_numbers_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"engine\.sglang\.arguments: --.p-size takes a whole number"
+    ):
+        SGLangConfig(arguments=arguments)
 
 
 def test_each_sglang_server_has_its_own_config_section() -> None:

@@ -14,6 +14,7 @@ from relax_events.launcher.device_assignment import DeviceAssignment
 pytestmark = pytest.mark.unit
 MakeRunConfig = Callable[..., RunConfig]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+RANKS: dict[str, Any] = {"trainer": {"ranks": 4}, "broker": {"partitions_per_version": 4}}
 
 
 def assign(make_run_config: MakeRunConfig, names: list[str], **sections: Any) -> DeviceAssignment:
@@ -56,3 +57,19 @@ def test_elastic_workers_take_the_gpu_with_the_least_load(make_run_config: MakeR
 def test_more_ranks_than_gpus_are_refused(make_run_config: MakeRunConfig) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.ranks is 2, and the trainer has 1 device"):
         assign(make_run_config, ["0"], trainer={"ranks": 2})
+
+
+def test_engine_sees_the_gpus_that_its_arguments_ask_for(make_run_config: MakeRunConfig) -> None:
+    names = [f"GPU-{index}" for index in range(8)]
+    engine = {"name": "sglang", "sglang": {"arguments": ["--tp-size", "4"]}}
+    found = assign(make_run_config, names, **RANKS, engine=engine)
+    assert found.variables("rollout", 0)[VISIBLE] == "GPU-4,GPU-5,GPU-6,GPU-7"
+    engine = {"name": "sglang", "sglang": {"arguments": ["--tp-size", "2"], "num_servers": 2}}
+    found = assign(
+        make_run_config,
+        names,
+        **RANKS,
+        engine=engine,
+        devices={"rollout": [7, 6, 5, 4]},
+    )
+    assert found.variables("rollout", 0)[VISIBLE] == "GPU-7,GPU-6,GPU-5,GPU-4"

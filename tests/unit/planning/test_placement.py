@@ -19,7 +19,10 @@ BY_ITSELF = DevicesConfig()
 def place(
     roles: dict[str, int], *, ranks: int = 1, num_devices: int, named: DevicesConfig = BY_ITSELF
 ) -> dict[str, int]:
-    return place_workers(roles, ranks=ranks, num_devices=num_devices, devices=named)
+    """Return the one device of each worker."""
+    placed = place_workers(roles, ranks=ranks, num_devices=num_devices, devices=named, sizes={})
+    assert all(len(where) == 1 for where in placed.values())
+    return {worker: where[0] for worker, where in placed.items()}
 
 
 def test_one_device_is_shared_by_all() -> None:
@@ -87,11 +90,73 @@ def test_device_that_is_not_there_is_refused() -> None:
 
 
 def test_elastic_worker_gets_the_device_with_the_least_load() -> None:
-    placed = place_workers(ASYNC, ranks=1, num_devices=4, devices=BY_ITSELF)
-    assert placed["rollout-0"] == 1
-    assert place_worker("rollout", 1, placed, num_devices=4, devices=BY_ITSELF) == 2
+    placed = place_workers(ASYNC, ranks=1, num_devices=4, devices=BY_ITSELF, sizes={})
+    assert placed["rollout-0"] == (1,)
+    assert place_worker("rollout", 1, placed, num_devices=4, devices=BY_ITSELF, size=1) == (2,)
     named = DevicesConfig(rollout=(2, 3))
-    assert place_worker("rollout", 3, placed, num_devices=4, devices=named) == 3
+    assert place_worker("rollout", 3, placed, num_devices=4, devices=named, size=1) == (3,)
+
+
+def test_engine_over_several_devices_has_a_set_of_its_own() -> None:
+    roles = {"trainer": 1, "rollout": 2, "reference": 1}
+    sizes = {"rollout": 2}
+    placed = place_workers(roles, ranks=4, num_devices=9, devices=BY_ITSELF, sizes=sizes)
+    assert placed["rollout-0"] == (4, 5)
+    assert placed["rollout-1"] == (6, 7)
+    assert placed["reference-0"] == (8,)
+    named = DevicesConfig(rollout=(7, 6, 5, 4))
+    placed = place_workers(roles, ranks=4, num_devices=8, devices=named, sizes=sizes)
+    assert placed["rollout-0"] == (7, 6)
+    assert placed["rollout-1"] == (5, 4)
+    assert placed["reference-0"] == (4,)
+    joined = place_worker("rollout", 2, placed, num_devices=8, devices=BY_ITSELF, size=3)
+    assert joined == (5, 6, 7)
+
+
+def test_engine_shares_with_the_trainer_where_too_few_devices_are_left() -> None:
+    roles = {"trainer": 1, "rollout": 1}
+    placed = place_workers(roles, ranks=3, num_devices=4, devices=BY_ITSELF, sizes={"rollout": 2})
+    assert placed["rollout-0"] == (0, 3)
+
+
+def test_engine_over_more_devices_than_there_are_is_refused() -> None:
+    roles = {"trainer": 1, "rollout": 1}
+    text = r"a worker of role rollout computes on 4 GPUs.*there are 2; lower --tp-size"
+    with pytest.raises(ConfigError, match=text):
+        place_workers(roles, ranks=1, num_devices=2, devices=BY_ITSELF, sizes={"rollout": 4})
+    text = r"computes on 4 GPUs.*devices.rollout names 2; name 4, or lower --tp-size"
+    with pytest.raises(ConfigError, match=text):
+        place_workers(
+            roles,
+            ranks=1,
+            num_devices=8,
+            devices=DevicesConfig(rollout=(1, 2)),
+            sizes={"rollout": 4},
+        )
+
+
+@given(
+    st.fixed_dictionaries({role: st.integers(0, 3) for role in COMPUTING_ROLES}),
+    st.integers(1, 16),
+    st.integers(8, 64),
+    st.fixed_dictionaries({role: st.integers(1, 8) for role in ("rollout", "judge", "evaluator")}),
+)
+def test_devices_of_a_worker_are_as_many_as_it_computes_on(
+    roles: dict[str, int], ranks: int, num_devices: int, sizes: dict[str, int]
+) -> None:
+    if max(ranks, roles["critic"]) > num_devices:
+        return
+    roles = roles | {"trainer": 1}
+    placed = place_workers(
+        roles, ranks=ranks, num_devices=num_devices, devices=BY_ITSELF, sizes=sizes
+    )
+    trained = {placed[f"trainer-{rank}"][0] for rank in range(ranks)}
+    for worker, where in placed.items():
+        role = worker.rpartition("-")[0]
+        assert len(set(where)) == len(where) == sizes.get(role, 1)
+        assert set(where) <= set(range(num_devices))
+        if role in sizes and num_devices - ranks >= sizes[role]:
+            assert trained.isdisjoint(where)
 
 
 @given(

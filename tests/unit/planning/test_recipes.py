@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from relax_events.config import load_run_config
+from relax_events.config.devices import DevicesConfig
+from relax_events.launcher.device_assignment import DeviceAssignment
+from relax_events.planning.inventory import COMPUTING_ROLES
+from relax_events.session.gpus import VISIBLE
 from relax_events.session.planned import plan_devices
 from tests.recipes import CONFIGS, RECIPES, planned_devices, read_recipe, write_models
 
@@ -45,3 +49,42 @@ def test_recipe_is_placed_on_its_devices_without_an_overlap(name: str, tmp_path:
     }
     assert all(len(workers) == 1 for workers in held.values()), held
     assert len(held) == planned.num_devices, "a device without a worker"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_workers_of_a_recipe_are_shown_gpus_of_their_own(
+    name: str, num_servers: int, size: int, tmp_path: Path
+) -> None:
+    """By the launcher, with tensor-parallel engines, on a machine with enough GPUs."""
+    overrides = write_models(read_recipe(name), tmp_path)
+    config = load_run_config(CONFIGS / f"{name}.toml", overrides, environment={})
+    sglang = config.engine.sglang.model_copy(
+        update={"arguments": ("--tp-size", str(size)), "num_servers": num_servers}
+    )
+    engine = config.engine.model_copy(update={"sglang": sglang})
+    config = config.model_copy(update={"engine": engine, "devices": DevicesConfig()})
+    assignment = DeviceAssignment(config, [str(index) for index in range(128)])
+    shown = {
+        (role, index): assignment.variables(role, index)[VISIBLE].split(",")
+        for role, count in config.roles().items()
+        if role in (*COMPUTING_ROLES, "trainer")
+        for index in range(count)
+        if role != "critic" or index == 0
+    }
+    gpus = [gpu for names in shown.values() for gpu in names]
+    assert len(set(gpus)) == len(gpus)
+    assert len(shown["trainer", 0]) == config.trainer.ranks
+    for (role, _), names in shown.items():
+        if role in ("rollout", "evaluator"):
+            assert len(names) == size * num_servers
+    planned = plan_devices(config, devices="128xH200-141GB")
+    held = {
+        (worker.worker_id, device.index): worker.memory.parts["weights"]
+        for device in planned.plan.devices
+        for worker in device.workers
+        if worker.worker_id.startswith("rollout-")
+    }
+    assert len(held) == config.workers.rollout * size * num_servers
+    assert set(held.values()) == {-(-2 * planned.facts.num_parameters // size)}
