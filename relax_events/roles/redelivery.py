@@ -46,15 +46,12 @@ class _Held:
     claimed_at: dict[str, float] = field(default_factory=dict)
     """Time of the newest heartbeat that lists the prompt group as in flight, by worker."""
 
-    def apply(self, prompt_group_id: str, heartbeat: WorkerHeartbeat, now: float) -> None:
-        self.is_ended = self.is_ended or prompt_group_id in heartbeat.prompt_groups_written
-        if (
-            prompt_group_id in heartbeat.prompt_groups_in_flight
-            and heartbeat.state is not WorkerState.STOPPED
-        ):
-            self.claimed_at[heartbeat.worker_id] = now
+    def apply(self, worker_id: str, now: float, *, is_ended: bool, is_claimed: bool) -> None:
+        self.is_ended = self.is_ended or is_ended
+        if is_claimed:
+            self.claimed_at[worker_id] = now
         else:
-            self.claimed_at.pop(heartbeat.worker_id, None)
+            self.claimed_at.pop(worker_id, None)
 
     def is_unclaimed(self, now: float, silent_seconds: float) -> bool:
         return now - max((self.since, *self.claimed_at.values())) > silent_seconds
@@ -88,8 +85,19 @@ class RedeliveryGuard:
         if not self._held:
             return []
         for heartbeat in self._read_heartbeats():
-            for prompt_group_id, held in self._held.items():
-                held.apply(prompt_group_id, heartbeat, self._clock())
+            written, claimed = (
+                set(heartbeat.prompt_groups_written),
+                set[str]()
+                if heartbeat.state is WorkerState.STOPPED
+                else set(heartbeat.prompt_groups_in_flight),
+            )
+            for name, held in self._held.items():
+                held.apply(
+                    heartbeat.worker_id,
+                    self._clock(),
+                    is_ended=name in written,
+                    is_claimed=name in claimed,
+                )
         seconds, given_up = (
             SILENT_HEARTBEATS * self._worker.config.workers.heartbeat_seconds,
             list[Lease](),

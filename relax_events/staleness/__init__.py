@@ -19,11 +19,11 @@ from relax_events.staleness.updating import (
 )
 from relax_events.staleness.window import (
     ReadyGroup,
+    ReadyGroups,
     compute_staleness,
     find_skip_targets,
     is_expired,
     reference_version,
-    select_groups,
     window,
 )
 
@@ -31,6 +31,7 @@ __all__ = [
     "BatchSlot",
     "IssuedGroup",
     "ReadyGroup",
+    "ReadyGroups",
     "admitted_steps",
     "build_group_end",
     "build_reissue",
@@ -44,6 +45,5 @@ __all__ = [
     "may_load",
     "may_submit",
     "reference_version",
-    "select_groups",
     "window",
 ]

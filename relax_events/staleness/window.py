@@ -4,8 +4,10 @@ complete prompt groups of a train step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Literal
 
 
@@ -71,17 +73,67 @@ class ReadyGroup:
     prompt_group_id: str
 
 
-def select_groups(
-    ready: Iterable[ReadyGroup], *, trainer_version: int, count: int, order: SampleOrder
-) -> list[ReadyGroup]:
-    """Return at most `count` prompt groups for the step at `trainer_version`, oldest first.
-
-    `fifo` selects only prompt groups that were issued for this step or an earlier one. Each step
-    trains as many prompt groups as were issued for it, so no slow one is overtaken and expires.
-    `ready_first` selects any complete prompt group: the step never waits for a straggler, and a
-    straggler may expire.
+class ReadyGroups:
+    """The complete prompt groups that wait for their step. A step costs as much as its changes, and
+    not the number of those that wait, in each round.
     """
-    eligible = [
-        group for group in ready if order == "ready_first" or group.train_step <= trainer_version
-    ]
-    return sorted(eligible)[:count]
+
+    def __init__(self, *, order: SampleOrder) -> None:
+        """Start empty.
+
+        Args:
+            order: `fifo` selects only prompt groups that were issued for the step or an earlier
+                one. Each step trains as many prompt groups as were issued for it, so no slow one
+                is overtaken and expires. `ready_first` selects any complete prompt group: the step
+                never waits for a straggler, and a straggler may expire.
+        """
+        self._order = order
+        self._groups: dict[str, ReadyGroup] = {}
+        self._oldest: list[ReadyGroup] = []
+        """A heap, in which removed ones stay until they are the oldest."""
+        self._num_by_step = Counter[int]()
+
+    def apply(self, ready: Iterable[ReadyGroup], removed: Iterable[str]) -> None:
+        """Add prompt groups, each in the place of an older generation, and remove others, which may
+        be absent.
+        """
+        for group_id in removed:
+            self._remove(group_id)
+        for group in ready:
+            self._remove(group.prompt_group_id)
+            self._groups[group.prompt_group_id] = group
+            self._num_by_step[group.train_step] += 1
+            heappush(self._oldest, group)
+
+    def _remove(self, group_id: str) -> None:
+        if (group := self._groups.pop(group_id, None)) is not None:
+            self._num_by_step[group.train_step] -= 1
+            if not self._num_by_step[group.train_step]:
+                del self._num_by_step[group.train_step]
+
+    def count_eligible(self, trainer_version: int) -> int:
+        """Return how many prompt groups the step at `trainer_version` may train."""
+        return sum(
+            number
+            for train_step, number in self._num_by_step.items()
+            if self._is_eligible(train_step, trainer_version)
+        )
+
+    def _is_eligible(self, train_step: int, trainer_version: int) -> bool:
+        return self._order == "ready_first" or train_step <= trainer_version
+
+    def take(self, count: int, *, trainer_version: int) -> list[ReadyGroup]:
+        """Remove and return at most `count` prompt groups for the step at `trainer_version`, oldest
+        first.
+        """
+        taken: list[ReadyGroup] = []
+        while self._oldest and len(taken) < count:
+            group = self._oldest[0]
+            if self._groups.get(group.prompt_group_id) != group:
+                heappop(self._oldest)
+            elif self._is_eligible(group.train_step, trainer_version):
+                self._remove(heappop(self._oldest).prompt_group_id)
+                taken.append(group)
+            else:
+                break
+        return taken

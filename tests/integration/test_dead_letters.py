@@ -364,5 +364,5 @@ def test_requeued_sample_that_was_trained_is_a_duplicate_for_the_trainer(
             (event,) = log.decode_samples(record)
             assert isinstance(event, SampleReady)
             assembler.add(record, event, trainer_version=1)
-    assert (assembler.ready(), assembler.pending_outcomes()) == ([], [])
+    assert (assembler.pop_changes(), assembler.pending_outcomes()) == (([], []), [])
     assert [offset.offset for offset in assembler.consumed()] == [4]

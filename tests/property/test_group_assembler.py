@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -17,9 +18,9 @@ from hypothesis import strategies as st
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
-from relax_events.staleness import ReadyGroup
+from relax_events.staleness import IssuedGroup, ReadyGroup
 from relax_events.training.batch import assembly
-from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
+from relax_events.training.batch.assembly import BatchAssembler, HeldSample, LocatedSample
 
 TOPIC, REQUESTS = "relax.test.advantage.samples", "relax.test.prompt.end-requests"
 MAX_STALENESS = 1
@@ -63,6 +64,38 @@ def logs(draw: st.DrawFn) -> list[tuple[Record, Item]]:
     return log
 
 
+class WatchedAssembler(BatchAssembler):
+    """Keeps the ready prompt groups by the changes that the assembler reports."""
+
+    waiting: dict[str, ReadyGroup]
+
+    def ready(self) -> list[ReadyGroup]:
+        """Return what is ready, which must be what a look at all prompt groups finds."""
+        ready, removed = self.pop_changes()
+        for group_id in removed:
+            self.waiting.pop(group_id, None)
+        self.waiting |= {group.prompt_group_id: group for group in ready}
+        assert self.waiting == self._find_all_ready()
+        assert all(map(self.is_ready, self.waiting.values()))
+        return sorted(self.waiting.values())
+
+    def take(self, group: ReadyGroup) -> list[HeldSample]:
+        del self.waiting[group.prompt_group_id]
+        return super().take(group)
+
+    def _find_all_ready(self) -> dict[str, ReadyGroup]:
+        groups: dict[str, ReadyGroup] = {}
+        for group_id, versions in self._partial_groups.items():
+            for version, part in sorted(versions.items()):
+                if part.complete() is not None and group_id not in self._taken_ids:
+                    issued = IssuedGroup.parse(group_id)
+                    slot = issued.slot
+                    groups[group_id] = ReadyGroup(
+                        slot.train_step, slot.group_index, issued.attempt, version, group_id
+                    )
+        return groups
+
+
 class Trainer:
     """A trainer around the assembler: it takes what is ready, commits ends at once, and a step's
     groups with the offsets."""
@@ -86,7 +119,7 @@ class Trainer:
             if isinstance(event, SampleReady)
         }
         self.version = version
-        self.assembler = BatchAssembler(max_staleness=MAX_STALENESS, decided=set(decided))
+        self.assembler = open_assembler(decided)
         self.committed: Counter[str] = Counter()
         self.outcomes: dict[str, Outcome] = {}
         self.positions = dict(positions)
@@ -215,8 +248,10 @@ def record(
     return Record(TOPIC, partition, offset, key, b"", headers or {}, 0)
 
 
-def open_assembler() -> BatchAssembler:
-    return BatchAssembler(max_staleness=MAX_STALENESS, decided=set())
+def open_assembler(decided: Iterable[str] = ()) -> WatchedAssembler:
+    assembler = WatchedAssembler(max_staleness=MAX_STALENESS, decided=set(decided))
+    assembler.waiting = {}
+    return assembler
 
 
 def add_group(

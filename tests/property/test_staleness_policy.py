@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -15,15 +16,16 @@ from relax_events.staleness import (
     BatchSlot,
     IssuedGroup,
     ReadyGroup,
+    ReadyGroups,
     admitted_steps,
     build_reissue,
     compute_staleness,
     find_skip_targets,
     find_unissued_slots,
     is_expired,
-    select_groups,
     window,
 )
+from relax_events.staleness.window import SampleOrder
 from relax_events.topics import compute_partition, compute_slot, count_slots, list_slot_partitions
 
 STALENESS = st.integers(0, 5)
@@ -144,7 +146,7 @@ class SimulatedRun:
     next."""
 
     max_staleness: int
-    order: str
+    order: SampleOrder
     chance: random.Random
     failing_ratio: float
     num_steps: int = 6
@@ -220,9 +222,9 @@ class SimulatedRun:
             )
             for group, version in self.ready
         ]
-        chosen = select_groups(
-            rows, trainer_version=self.version, count=self.prompts_per_step, order=self.order
-        )
+        waiting = ReadyGroups(order=self.order)
+        waiting.apply(rows, [])
+        chosen = waiting.take(self.prompts_per_step, trainer_version=self.version)
         if len(chosen) < self.prompts_per_step:
             return
         for row in chosen:
@@ -264,26 +266,44 @@ def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(
     assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
 
 
-@given(
-    st.lists(
-        st.builds(
-            ReadyGroup,
-            st.integers(0, 4),
-            st.integers(0, 4),
-            st.integers(0, 2),
-            st.integers(0, 4),
-            st.text(max_size=3),
-        )
-    ),
-    st.integers(0, 4),
-    st.integers(1, 5),
+def select_groups(
+    ready: Iterable[ReadyGroup], *, trainer_version: int, count: int, order: SampleOrder
+) -> list[ReadyGroup]:
+    """Return the oldest eligible prompt groups, by a look at all of them."""
+    eligible = [
+        group for group in ready if order == "ready_first" or group.train_step <= trainer_version
+    ]
+    return sorted(eligible)[:count]
+
+
+def ready_group(slot: int, attempt: int, version: int) -> ReadyGroup:
+    group = IssuedGroup(BatchSlot(slot // 3, slot % 3), attempt, -1)
+    return ReadyGroup(slot // 3, slot % 3, attempt, version, group.prompt_group_id)
+
+
+READY = st.lists(st.builds(ready_group, st.integers(0, 8), st.integers(0, 1), st.integers(0, 2)))
+ROUNDS = st.lists(
+    st.tuples(READY, READY.map(lambda groups: [group.prompt_group_id for group in groups])),
+    max_size=12,
 )
-def test_selection_is_the_same_whatever_order_the_ranks_report_in(
-    ready: list[ReadyGroup], version: int, count: int
+
+
+@given(rounds=ROUNDS, order=st.sampled_from(["fifo", "ready_first"]), data=st.data())
+def test_each_round_selects_the_oldest_eligible_groups_of_all_that_wait(
+    rounds: list[tuple[list[ReadyGroup], list[str]]], order: SampleOrder, data: st.DataObject
 ) -> None:
-    chosen = select_groups(ready, trainer_version=version, count=count, order="fifo")
-    assert chosen == select_groups(
-        reversed(ready), trainer_version=version, count=count, order="fifo"
-    )
-    assert len(chosen) <= count
-    assert all(group.train_step <= version for group in chosen)
+    """What is selected from changes equals what was selected from all prompt groups, sorted again in
+    each round; the ranks may report in any order."""
+    waiting, every = ReadyGroups(order=order), dict[str, ReadyGroup]()
+    version = 0
+    for ready, removed in rounds:
+        newest = {group.prompt_group_id: group for group in ready}
+        waiting.apply(data.draw(st.permutations(list(newest.values()))), removed)
+        every = {name: group for name, group in every.items() if name not in removed} | newest
+        version += data.draw(st.integers(0, 1))
+        count = data.draw(st.integers(0, 4))
+        expected = select_groups(every.values(), trainer_version=version, count=99, order=order)
+        assert waiting.count_eligible(version) == len(expected)
+        assert waiting.take(count, trainer_version=version) == expected[:count]
+        for group in expected[:count]:
+            del every[group.prompt_group_id]

@@ -25,7 +25,6 @@ from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
 from relax_events.staleness import IssuedGroup, ReadyGroup, build_group_end, is_expired, is_external
 
-Key = tuple[str, int]
 Partition = tuple[str, int]
 """A topic and one of its partitions."""
 DEDUP_WINDOW_SIZE = 100_000
@@ -54,7 +53,6 @@ class _Buffered:
 
 @dataclass(slots=True)
 class _PartialGroup:
-    version: int
     generations: dict[str, dict[str, _Buffered]] = field(default_factory=dict)
     """Samples by generation digest, then by sample id."""
 
@@ -108,7 +106,11 @@ class BatchAssembler:
     def __init__(self, *, max_staleness: int, decided: set[str], forgotten_step: int = -1) -> None:
         self._max_staleness = max_staleness
         self._done = DedupWindow(decided, forgotten_step=forgotten_step)
-        self._partial_groups: dict[Key, _PartialGroup] = {}
+        self._partial_groups: dict[str, dict[int, _PartialGroup]] = {}
+        """By prompt group, then by policy version."""
+        self._ready: dict[str, ReadyGroup] = {}
+        self._changed: dict[str, None] = {}
+        """Prompt groups that became ready, or no longer are, since the last report."""
         self._pending_offsets: dict[Partition, dict[int, str]] = {}
         self._offsets_by_group: dict[str, list[tuple[Partition, int]]] = {}
         self._positions: dict[Partition, int] = {}
@@ -215,27 +217,35 @@ class BatchAssembler:
         return group_id in self._done or group_id in self._ended or group_id in self._taken_ids
 
     def _add_sample(self, held: HeldSample, sample: SampleReady) -> None:
-        key = (sample.prompt_group_id, sample.policy_version)
-        part = self._partial_groups.setdefault(key, _PartialGroup(sample.policy_version))
+        group_id, version = sample.prompt_group_id, sample.policy_version
+        part = self._partial_groups.setdefault(group_id, {}).setdefault(version, _PartialGroup())
         samples = part.generations.setdefault(sample.key.generation_digest, {})
         if sample.sample_id in samples:
             return
         samples[sample.sample_id] = _Buffered(
             held, sample.key.sample_index, sample.key.samples_per_prompt, len(sample.tokens)
         )
+        self._note_readiness(group_id)
 
     def advance(self, trainer_version: int) -> None:
         """End prompt groups that are too stale at `trainer_version`."""
-        for group_id, version in list(self._partial_groups):
+        stale = [
+            (group_id, version)
+            for group_id, versions in self._partial_groups.items()
+            for version in versions
             if is_expired(
                 version, trainer_version=trainer_version, max_staleness=self._max_staleness
-            ):
-                self._expire(group_id, version, trainer_version)
+            )
+        ]
+        for group_id, version in stale:
+            self._expire(group_id, version, trainer_version)
 
     def _expire(self, group_id: str, version: int, trainer_version: int) -> None:
         """End a prompt group as expired, unless another generation of it is fresh enough."""
-        self._partial_groups.pop((group_id, version), None)
-        if any(other == group_id for other, _ in self._partial_groups):
+        versions = self._partial_groups.get(group_id, {})
+        versions.pop(version, None)
+        if versions:
+            self._note_readiness(group_id)
             return
         reason = f"version {version} left the window of version {trainer_version}"
         self._end(
@@ -252,28 +262,44 @@ class BatchAssembler:
         self._ended[ended.prompt_group_id] = ended
         self._drop_all(ended.prompt_group_id)
 
-    def ready(self) -> list[ReadyGroup]:
-        """Return the complete prompt groups that have not been taken; if a prompt group was
-        generated twice, the newer generation.
+    def _note_readiness(self, group_id: str) -> None:
+        """Note whether a prompt group is complete, and was not taken; if it was generated twice, by
+        its newer generation.
         """
-        groups: dict[str, ReadyGroup] = {}
-        for (group_id, version), part in sorted(self._partial_groups.items()):
-            if part.complete() is not None and group_id not in self._taken_ids:
-                issued = IssuedGroup.parse(group_id)
-                groups[group_id] = ReadyGroup(
-                    issued.slot.train_step,
-                    issued.slot.group_index,
-                    issued.attempt,
-                    version,
-                    group_id,
-                )
-        return list(groups.values())
+        complete = [
+            version
+            for version, part in self._partial_groups.get(group_id, {}).items()
+            if part.complete() is not None and group_id not in self._taken_ids
+        ]
+        if complete:
+            issued, version = IssuedGroup.parse(group_id), max(complete)
+            slot = issued.slot
+            ready = ReadyGroup(slot.train_step, slot.group_index, issued.attempt, version, group_id)
+            if self._ready.get(group_id) != ready:
+                self._ready[group_id] = ready
+                self._changed[group_id] = None
+        elif self._ready.pop(group_id, None) is not None:
+            self._changed[group_id] = None
+
+    def pop_changes(self) -> tuple[list[ReadyGroup], list[str]]:
+        """Return the prompt groups that became ready since the last call, and the ids of those that
+        no longer are without having been taken; if a prompt group was generated twice, the newer
+        generation takes the place of the older.
+        """
+        changed, self._changed = self._changed, {}
+        ready = [self._ready[group_id] for group_id in changed if group_id in self._ready]
+        return ready, [group_id for group_id in changed if group_id not in self._ready]
+
+    def is_ready(self, group: ReadyGroup) -> bool:
+        """Return whether a complete prompt group is of this rank, and was not taken."""
+        return self._ready.get(group.prompt_group_id) == group
 
     def take(self, group: ReadyGroup) -> list[HeldSample]:
         """Take a ready prompt group's samples, in order. Their records stay pending until
         `mark_done`.
         """
         self._taken_ids.add(group.prompt_group_id)
+        self._ready.pop(group.prompt_group_id, None)
         return [buffered.held for buffered in self._ordered(group)]
 
     def lengths(self, group: ReadyGroup) -> list[int]:
@@ -281,7 +307,7 @@ class BatchAssembler:
         return [buffered.num_tokens for buffered in self._ordered(group)]
 
     def _ordered(self, group: ReadyGroup) -> list[_Buffered]:
-        samples = self._partial_groups[group.prompt_group_id, group.policy_version].complete() or {}
+        samples = self._partial_groups[group.prompt_group_id][group.policy_version].complete() or {}
         return sorted(samples.values(), key=lambda buffered: buffered.sample_index)
 
     def pending_outcomes(self) -> list[PromptGroupEnded]:
@@ -320,5 +346,5 @@ class BatchAssembler:
         return list(self._done)
 
     def _drop_all(self, group_id: str) -> None:
-        for key in [key for key in self._partial_groups if key[0] == group_id]:
-            del self._partial_groups[key]
+        self._partial_groups.pop(group_id, None)
+        self._note_readiness(group_id)

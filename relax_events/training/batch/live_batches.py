@@ -13,7 +13,7 @@ from relax_events.errors import OutOfMemory
 from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import ReadyGroup, select_groups
+from relax_events.staleness import ReadyGroup, ReadyGroups
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics.names import TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.batch.assembly import BatchAssembler
@@ -51,6 +51,8 @@ class LiveBatches:
         self._ranks: Ranks = opener.ranks
         self._config: RunConfig = worker.config
         self._assembler, self._intake, self._commits = assembler, intake, commits
+        self._ready = ReadyGroups(order=worker.config.run.sample_order)
+        """Of all ranks, equal on all of them."""
         self._traced: list[TracedWork] = []
 
     def assign(self, positions: Mapping[tuple[str, int], int]) -> None:
@@ -161,17 +163,14 @@ class LiveBatches:
         """Agree on the prompt groups of this round; return how many all ranks take, and those of
         this rank.
         """
-        ready = self._assembler.ready()
-        rows = self._ranks.all_gather_bytes(orjson.dumps(ready))
-        everyone = [ReadyGroup(**row) for text in rows for row in orjson.loads(text)]
-        chosen = select_groups(
-            everyone, trainer_version=version, count=remaining, order=self._config.run.sample_order
-        )
+        for text in self._ranks.all_gather_bytes(orjson.dumps(self._assembler.pop_changes())):
+            ready, removed = orjson.loads(text)
+            self._ready.apply([ReadyGroup(**row) for row in ready], removed)
         is_whole = self._config.run.mode == "sync" or self._turns.are_taken
-        if is_whole and len(chosen) < remaining:
+        if is_whole and self._ready.count_eligible(version) < remaining:
             return 0, []  # one order for all runs, and the engines have the device until then
-        mine = set(ready)
-        return len(chosen), [group for group in chosen if group in mine]
+        chosen = self._ready.take(remaining, trainer_version=version)
+        return len(chosen), [group for group in chosen if self._assembler.is_ready(group)]
 
     def _feed(self, group: ReadyGroup) -> None:
         """Train a prompt group of this rank, as far as it closes micro-batches."""

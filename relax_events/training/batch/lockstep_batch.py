@@ -86,6 +86,8 @@ class LockstepBatch:
         self._trained_groups: set[str] = set()
         self._excluded: dict[str, ExcludedGroup] = {}
         self._new_exclusions: list[ExcludedGroup] = []
+        self._failed: set[str] = set()
+        """All excluded prompt groups, as far as this rank knows them."""
         self._retries: list[MicroBatch] = []
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> list[ExcludedGroup]:
@@ -122,18 +124,14 @@ class LockstepBatch:
     def _decode(self, micro_batch: MicroBatch) -> list[LocatedSample]:
         """Return the samples of the prompt groups that can be trained, as far as is known."""
         located = []
-        failed: set[str] = set(self._excluded) | {
-            group.prompt_group_id for group in self._new_exclusions
-        }
         for item in micro_batch:
-            if item.prompt_group_id in failed:
+            if item.prompt_group_id in self._failed:
                 continue
             try:
                 located.append(item.decode())
             except UNUSABLE as error:  # it could be had when its record came
-                failed.add(item.prompt_group_id)
                 self._exclude(item.prompt_group_id, [item.position], error)
-        return [item for item in located if item.sample.prompt_group_id not in failed]
+        return [item for item in located if item.sample.prompt_group_id not in self._failed]
 
     def _blame(
         self, micro_batch: MicroBatch, located: Sequence[LocatedSample], error: PoisonSample
@@ -141,18 +139,21 @@ class LockstepBatch:
         """Exclude the prompt group of a rejected micro-batch; where there are several, try each in
         a round of its own.
         """
-        group_ids = list(dict.fromkeys(item.sample.prompt_group_id for item in located))
-        if len(group_ids) == 1:
+        groups: dict[str, list[UndecodedSample]] = {
+            item.sample.prompt_group_id: [] for item in located
+        }
+        if len(groups) == 1:
             positions = [(item.partition, item.offset) for item in located]
-            self._exclude(group_ids[0], positions, error)
+            self._exclude(next(iter(groups)), positions, error)
             return
         self._rounds[self._next] = ()
-        self._retries += [
-            [item for item in micro_batch if item.prompt_group_id == group_id]
-            for group_id in group_ids
-        ]
+        for item in micro_batch:
+            if item.prompt_group_id in groups:
+                groups[item.prompt_group_id].append(item)
+        self._retries += groups.values()
 
     def _exclude(self, group_id: str, positions: list[tuple[int, int]], error: RelaxError) -> None:
+        self._failed.add(group_id)
         self._new_exclusions.append(ExcludedGroup(group_id, positions, str(error)))
 
     def _agree(self) -> None:
@@ -162,6 +163,7 @@ class LockstepBatch:
         groups, self._new_exclusions = self._new_exclusions, []
         for group in _gather_groups(groups, ranks=self._ranks):
             self._excluded.setdefault(group.prompt_group_id, group)
+            self._failed.add(group.prompt_group_id)
         is_tainted = not self._trained_groups.isdisjoint(self._excluded)
         retries, self._retries = self._retries, []
         if self._ranks.all_gather(np.array([is_tainted])).any():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 
 import structlog
 
@@ -95,6 +95,8 @@ class StepBatch:
         share.max_cells = passes.recorded
         self._located: dict[str, LocatedSample] = {}
         self._untrainable: dict[str, UntrainableGroup] = {}
+        self._trained_groups: set[str] = set()
+        """Prompt groups of which at least a part was trained."""
         self._num_taken = 0
 
     def feed(self, samples: Sequence[LocatedSample]) -> None:
@@ -118,10 +120,15 @@ class StepBatch:
     def flush(self) -> None:
         """Train the pending samples as a micro-batch."""
         self._train(self._batcher.flush() or [])
+        self.share.prompt_group_ids[:] = [
+            group_id
+            for group_id in self.share.prompt_group_ids
+            if group_id not in self._untrainable
+        ]
 
     def pop_untrainable(self) -> list[UntrainableGroup]:
         """Return the prompt groups that were excluded since the last call."""
-        new = list(self._untrainable.values())[self._num_taken :]
+        new = list(islice(self._untrainable.values(), self._num_taken, None))
         self._num_taken = len(self._untrainable)
         return new
 
@@ -151,6 +158,7 @@ class StepBatch:
                 [self._located[sample.sample_id] for sample in micro_batch],
                 trainer_version=self._version,
             )
+            self._trained_groups.update(sample.prompt_group_id for sample in micro_batch)
             return
         failed.__traceback__ = None  # its frames hold tensors
         self._train_smaller(micro_batch, failed)
@@ -170,7 +178,6 @@ class StepBatch:
             self._untrainable[group_id] = UntrainableGroup(
                 group_id, sample.policy_version, [], error
             )
-            self.share.prompt_group_ids.remove(group_id)
         self._restart([sample.sample_id for sample in micro_batch])
 
     def _exclude_trained(self, members: Sequence[SampleReady], error: PoisonSample) -> None:
@@ -182,16 +189,12 @@ class StepBatch:
         self._untrainable[group_id] = UntrainableGroup(
             group_id, members[0].policy_version, positions, error
         )
-        self.share.prompt_group_ids.remove(group_id)
-        if not any(
-            self._located[sample_id].sample.prompt_group_id == group_id
-            for sample_id in self.share.sample_ids
-        ):
-            return
-        self._restart()
+        if group_id in self._trained_groups:
+            self._restart()
 
     def _restart(self, *others: list[str]) -> None:
         """Train the micro-batches so far again, and others after them."""
         self._discard()
+        self._trained_groups.clear()
         for sample_ids in [*self.share.pop_micro_batches(), *others]:
             self._train([self._located[sample_id].sample for sample_id in sample_ids])

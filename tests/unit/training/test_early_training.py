@@ -34,7 +34,11 @@ def train_early(
     trains_at_once: bool = True,
 ) -> list[int]:
     """Return how many samples are trained at once while so many prompt groups are missing."""
-    run = SimpleNamespace(prompts_per_step=prompts_per_step, samples_per_prompt=SAMPLES_PER_PROMPT)
+    run = SimpleNamespace(
+        prompts_per_step=prompts_per_step,
+        samples_per_prompt=SAMPLES_PER_PROMPT,
+        sample_order="fifo",
+    )
     worker: Any = SimpleNamespace(config=SimpleNamespace(run=run))
     opener: Any = SimpleNamespace(ranks=None, trains_at_once=trains_at_once)
     unused: Any = None
