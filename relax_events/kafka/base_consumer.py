@@ -100,7 +100,9 @@ class BaseConsumer:
             ClientFailed: This client waits for records from brokers that no longer lead.
         """
         if self._leaders.is_due:
-            newer = self._leaders.find_newer_leaders(self._read_known_leaders())
+            newer = self._leaders.find_newer_leaders(
+                self.positions.keys(), self._read_known_leaders
+            )
             if newer:
                 self._replace_client(newer)
         first = self._consumer.poll(timeout_seconds)
@@ -125,7 +127,7 @@ class BaseConsumer:
 
     def _read_known_leaders(self) -> dict[TopicPartition, int]:
         """Return the node ids of the leaders of the read partitions, by the metadata that this
-        client gets now; empty with a single broker, or if none responds.
+        client gets now; empty if no broker responds.
         """
         leaders: dict[TopicPartition, int] = {}
         for topic in {topic for topic, _ in self.positions}:
@@ -133,8 +135,6 @@ class BaseConsumer:
                 cluster = self._consumer.list_topics(topic, timeout=self._metadata_seconds)
             except KafkaException as exception:
                 log.debug("leaders.read_failed", error=extract_error(exception).name())
-                return {}
-            if len(cluster.brokers) == 1:
                 return {}
             for partition, metadata in cluster.topics[topic].partitions.items():
                 if (topic, partition) in self.positions:

@@ -130,6 +130,8 @@ class Connection:
     )
     errors: Counter[str] = field(default_factory=Counter, repr=False, compare=False)
     """Background errors of the clients, counted by librdkafka's error name."""
+    shared: dict[type[Any], Any] = field(default_factory=dict, repr=False, compare=False)
+    """What the clients of this connection share, by its type."""
 
     @classmethod
     def from_config(cls, config: BrokerConfig, *, client_id: str) -> Connection:

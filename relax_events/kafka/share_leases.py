@@ -159,7 +159,9 @@ class ShareGroupLeases:
         """
         if not self._leaders.is_due:
             return
-        if newer := self._leaders.find_newer_leaders(self._known_leaders):
+        if newer := self._leaders.find_newer_leaders(
+            self._known_leaders.keys(), lambda: self._known_leaders
+        ):
             log.warning("lanes.rejoin", reason="the queue has another leader", topic=self._topic)
             self._known_leaders |= newer
             self.connection = leave_out_outdated_brokers(replace(self.connection), [self._topic])

@@ -233,4 +233,6 @@ def test_workers_start_with_a_kind_of_login_by_which_leaders_can_not_be_compared
         with pytest.raises(ConfigError, match="GSSAPI"):
             read_metadata(unsupported, ["t"])
         assert leave_out_outdated_brokers(unsupported, ["t"]) is unsupported
-        assert LeaderMonitor(unsupported).find_newer_leaders({("t", 0): 1}) == {}
+        assert (
+            LeaderMonitor(unsupported).find_newer_leaders([("t", 0)], lambda: {("t", 0): 1}) == {}
+        )

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import pytest
 from broker_steps import turn_until
 
 from relax_events.errors import ClientFailed
 from relax_events.kafka.admin import Admin
+from relax_events.kafka.base_consumer import BaseConsumer
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.leases import Lease
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.protocol.partition_leaders import read_metadata, read_metadata_of_each
+from relax_events.kafka.protocol import partition_leaders
+from relax_events.kafka.protocol.partition_leaders import (
+    BrokerMetadata,
+    read_metadata,
+    read_metadata_of_each,
+)
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.kafka.workarounds import stale_leaders
@@ -46,17 +52,10 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Finding:
     made = Finding()
     monkeypatch.setattr(stale_leaders, "CHECK_SECONDS", 0.1)
     monkeypatch.setattr(
-        LeaderMonitor, "find_newer_leaders", lambda monitor, known: made.find(monitor, known)
-    )
-    # in a cluster of one broker there is no other to ask
-    monkeypatch.setattr(
-        LogReader, "_read_known_leaders", lambda reader: dict.fromkeys(reader.positions, 1)
-    )
-    monkeypatch.setattr(
-        SubscribedConsumer,
-        "_read_known_leaders",
-        lambda consumer: dict.fromkeys(consumer.positions, 1),
-    )
+        LeaderMonitor,
+        "find_newer_leaders",
+        lambda monitor, partitions, _: made.find(monitor, dict.fromkeys(partitions, 1)),
+    )  # in a cluster of one broker there is no other to ask
     return made
 
 
@@ -89,6 +88,49 @@ def test_broker_names_the_leaders_that_the_admin_client_names(
     }
     assert all(leader.epoch >= 0 for leader in found.leaders.values())
     assert read_metadata_of_each(connection, topics).keys() == {connection.bootstrap_servers}
+
+
+def test_one_question_to_the_broker_serves_all_clients_of_a_process(
+    connection: Connection,
+    make_topic: Callable[..., str],
+    make_group: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At each check every client opened a connection and logged in, and asked for its topics by its
+    own connection too."""
+    asked, own_questions = list[frozenset[str]](), list[BaseConsumer]()
+    read = partition_leaders.read_metadata
+
+    def count(connection: Connection, topics: Collection[str]) -> BrokerMetadata:
+        asked.append(frozenset(topics))
+        return read(connection, topics)
+
+    def ask_client(client: BaseConsumer) -> dict[TopicPartition, int]:
+        own_questions.append(client)
+        return {}
+
+    monkeypatch.setattr(partition_leaders, "read_metadata", count)
+    monkeypatch.setattr(BaseConsumer, "_read_known_leaders", ask_client)
+    topics = [make_topic("a", 2), make_topic("b"), make_topic("c")]
+    starts = {(topic, 0): 0 for topic in topics}
+    readers = [LogReader(connection, start=starts) for _ in range(8)]
+    members = [
+        SubscribedConsumer(connection, consumer_group=make_group("g"), topics=[topic])
+        for topic in topics
+    ]
+    asked.clear()  # a new client looks which brokers are outdated
+    for _ in range(3):
+        for reader in readers:
+            reader._leaders._check_at = 0.0
+            reader.fetch(timeout_seconds=0.0)
+        for member in members:
+            member.positions |= starts
+            member._leaders._check_at = 0.0
+            member.fetch(1, timeout_seconds=0.0)
+    for client in (*readers, *members):
+        client.close()
+    assert asked == [frozenset(topics)], "all checks lie within the time that an answer serves"
+    assert own_questions == []
 
 
 def test_reader_with_a_new_client_reads_on_where_it_was(

@@ -7,24 +7,25 @@ A broker that is cut off from the others, but not from the clients, still says t
 partitions, and sends no more records. A client that reads from it only did not find the new leader
 within 70 s, because it asks the broker that it used last; a client that also reads from others
 found it after half a minute. This file compares leaders with all brokers, and leaves outdated
-brokers out of the addresses of a new client.
+brokers out of the addresses of a new client. The brokers are asked once for all clients of a
+process.
 """
 
 from __future__ import annotations
 
-import itertools
+import threading
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import structlog
 
-from relax_events.errors import RelaxError
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.protocol.partition_leaders import (
+    BrokerMetadata,
     Leader,
     find_outdated,
-    read_metadata,
+    read_metadata_from,
     read_metadata_of_each,
     select_newest_leaders,
 )
@@ -37,6 +38,67 @@ CHANGE_SECONDS = 1.0
 """A new leader is known to all brokers that reach each other within so long."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What brokers named, and when; no leaders if none responded."""
+
+    topics: frozenset[str]
+    leaders: Mapping[TopicPartition, Leader]
+    asked_at: float
+    has_one_broker: bool = False
+
+
+class LeaderWatch:
+    """The leaders that the brokers name, for all clients of a process: each question opens a
+    connection with a login, so an answer serves every client while it is new. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._topics: frozenset[str] = frozenset()
+        self._turn = 0
+        self._of_one: _Answer | None = None
+        self._of_each: _Answer | None = None
+
+    @classmethod
+    def of(cls, connection: Connection) -> LeaderWatch:
+        """Return the watch that all clients of a connection share."""
+        watch: LeaderWatch = connection.shared.setdefault(cls, cls())
+        return watch
+
+    def read_one(self, connection: Connection, topics: Iterable[str]) -> _Answer:
+        """Return what one broker names, another in each turn; the answer is younger than
+        `CHECK_SECONDS`.
+        """
+        with self._lock:
+            self._topics |= frozenset(topics)
+            if (answer := self._of_one) is None or self._is_old(answer, CHECK_SECONDS):
+                address = connection.addresses[self._turn % len(connection.addresses)]
+                self._turn += 1
+                brokers = read_metadata_from(connection, [address], sorted(self._topics))
+                answer = self._of_one = self._answer(brokers)
+            return answer
+
+    def read_each(self, connection: Connection, topics: Iterable[str]) -> _Answer:
+        """Return the newest leaders that any broker names; the answer is younger than
+        `CONFIRM_SECONDS`.
+        """
+        with self._lock:
+            self._topics |= frozenset(topics)
+            if (answer := self._of_each) is None or self._is_old(answer, CONFIRM_SECONDS):
+                brokers = read_metadata_of_each(connection, sorted(self._topics))
+                answer = self._of_each = self._answer(brokers)
+            return answer
+
+    def _is_old(self, answer: _Answer, seconds: float) -> bool:
+        return time.monotonic() >= answer.asked_at + seconds or not self._topics <= answer.topics
+
+    def _answer(self, brokers: Mapping[str, BrokerMetadata]) -> _Answer:
+        addresses = {address for metadata in brokers.values() for address in metadata.addresses}
+        newest = select_newest_leaders(brokers.values())
+        return _Answer(self._topics, newest, time.monotonic(), len(addresses) == 1)
+
+
 class LeaderMonitor:
     """Compares the leaders that a client knows with the leaders that the brokers name, now and
     then: a client that receives records from one broker may wait for records of another.
@@ -45,8 +107,8 @@ class LeaderMonitor:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._addresses = itertools.cycle(connection.addresses)
+        self._connection, self._watch = connection, LeaderWatch.of(connection)
+        self._known: Mapping[TopicPartition, int] = {}
         self._suspected: Mapping[TopicPartition, int] = {}
         self._check_at = time.monotonic() + CHECK_SECONDS
 
@@ -56,48 +118,59 @@ class LeaderMonitor:
         return time.monotonic() >= self._check_at
 
     def find_newer_leaders(
-        self, known_leaders: Mapping[TopicPartition, int]
+        self,
+        partitions: Collection[TopicPartition],
+        read_known: Callable[[], Mapping[TopicPartition, int]],
     ) -> Mapping[TopicPartition, int]:
         """Return the leaders that the client does not know although the brokers named the same ones
         at the last check too, `CONFIRM_SECONDS` ago: no change of leaders takes so long.
 
-        Asks one broker, in turn, and all configured ones once a difference was seen.
+        One broker is asked, in turn, and all configured ones once a difference was seen; the client
+        is asked where a leader is named that it did not know at its last check.
 
         Args:
-            known_leaders: The node ids of the leaders that the client knows.
+            partitions: What the client reads.
+            read_known: Returns the node ids of the leaders that the client knows now; none if it
+                can't say.
         Returns:
             The node ids of the leaders; empty if the client knows them, or no broker responds.
         """
-        differing = self._compare(known_leaders) if known_leaders else {}
+        differing = self._compare(partitions, read_known) if partitions else {}
         is_confirmed = bool(differing) and differing == self._suspected
         self._suspected = differing
         self._check_at = time.monotonic() + (CONFIRM_SECONDS if differing else CHECK_SECONDS)
         return differing if is_confirmed else {}
 
-    def _compare(self, known_leaders: Mapping[TopicPartition, int]) -> Mapping[TopicPartition, int]:
-        topics = sorted({topic for topic, _ in known_leaders})
-        if not self._suspected and _knows(known_leaders, self._read_from_one(topics)):
-            return {}
-        newest = select_newest_leaders(read_metadata_of_each(self._connection, topics).values())
+    def _compare(
+        self,
+        partitions: Collection[TopicPartition],
+        read_known: Callable[[], Mapping[TopicPartition, int]],
+    ) -> Mapping[TopicPartition, int]:
+        topics = {topic for topic, _ in partitions}
+        if not self._suspected:
+            answer = self._watch.read_one(self._connection, topics)
+            is_known = self._known.keys() >= set(partitions) and _knows(self._known, answer.leaders)
+            if answer.has_one_broker or is_known:
+                return {}
+            self._known = read_known()
+            if _knows(self._known, answer.leaders):
+                return {}
+        else:
+            self._known = read_known()
+        newest = self._watch.read_each(self._connection, topics).leaders
         return {
             at: newest[at].node_id
-            for at, node_id in known_leaders.items()
+            for at, node_id in self._known.items()
             if at in newest and newest[at].node_id not in {node_id, NO_LEADER}
         }
 
-    def _read_from_one(self, topics: Collection[str]) -> Mapping[TopicPartition, Leader]:
-        one = replace(self._connection, bootstrap_servers=next(self._addresses))
-        try:
-            return read_metadata(one, topics).leaders
-        except RelaxError as error:
-            log.debug("leaders.read_failed", address=one.bootstrap_servers, error=str(error))
-            return {}
-
 
 def _knows(
-    known_leaders: Mapping[TopicPartition, int], named: Mapping[TopicPartition, Leader]
+    known_leaders: Mapping[TopicPartition, int], leaders: Mapping[TopicPartition, Leader]
 ) -> bool:
-    return all(named[at].node_id == node_id for at, node_id in known_leaders.items() if at in named)
+    return all(
+        leaders[at].node_id == node_id for at, node_id in known_leaders.items() if at in leaders
+    )
 
 
 def read_newest_leaders(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 
-from relax_events.errors import BrokerUnavailable
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.protocol.partition_leaders import BrokerMetadata, Leader
 from relax_events.kafka.workarounds import stale_leaders
@@ -30,13 +30,18 @@ class Brokers:
     def __init__(self, leaders: Mapping[str, Mapping[tuple[str, int], Leader]]) -> None:
         self.leaders = dict(leaders)
         self.asked: list[str] = []
+        self.listed = ADDRESSES
 
-    def read_one(self, connection: Connection, _topics: object) -> BrokerMetadata:
-        address = connection.bootstrap_servers
-        self.asked.append(address)
-        if address not in self.leaders:
-            raise BrokerUnavailable(f"{address} is down")
-        return BrokerMetadata(ADDRESSES, self.leaders[address])
+    def read_from(
+        self, _connection: Connection, addresses: Iterable[str], _topics: object
+    ) -> dict[str, BrokerMetadata]:
+        asked = list(addresses)
+        self.asked += asked
+        return {
+            address: BrokerMetadata(self.listed, self.leaders[address])
+            for address in asked
+            if address in self.leaders
+        }
 
     def read_each(self, connection: Connection, topics: object) -> dict[str, BrokerMetadata]:
         addresses = connection.bootstrap_servers.split(",")
@@ -53,7 +58,7 @@ class Brokers:
 def brokers(monkeypatch: pytest.MonkeyPatch) -> Brokers:
     """Return three brokers, the first of which is cut off from the others and was the leader."""
     made = Brokers({"one:1": {AT: OLD, OTHER: NEW}} | {key: {AT: NEW} for key in ADDRESSES[1:]})
-    monkeypatch.setattr(stale_leaders, "read_metadata", made.read_one)
+    monkeypatch.setattr(stale_leaders, "read_metadata_from", made.read_from)
     monkeypatch.setattr(stale_leaders, "read_metadata_of_each", made.read_each)
     monkeypatch.setattr(stale_leaders.time, "sleep", lambda _: None)
     return made
@@ -95,48 +100,112 @@ def test_addresses_stay_if_each_broker_is_outdated_or_none_responds(brokers: Bro
     assert read_newest_leaders(CONNECTION, ["t"]) == {}
 
 
-def test_new_leaders_are_reported_at_the_second_check_that_finds_them(brokers: Brokers) -> None:
-    monitor = LeaderMonitor(CONNECTION)
-    checks = [dict(monitor.find_newer_leaders({AT: OLD.node_id})) for _ in range(3)]
+class Client:
+    """A client that knows the leaders, and is checked whenever a check is due."""
+
+    def __init__(self, clock: list[float], connection: Connection, known: Leader) -> None:
+        self._clock, self.known, self.num_asked = clock, {AT: known.node_id}, 0
+        self.monitor = LeaderMonitor(connection)
+
+    def read_known(self) -> dict[tuple[str, int], int]:
+        self.num_asked += 1
+        return self.known
+
+    def check(self) -> tuple[float, dict[tuple[str, int], int]]:
+        """Return the seconds until the next check, and what it finds."""
+        began = self._clock[0]
+        while not self.monitor.is_due:
+            self._clock[0] += 1.0
+        found = self.monitor.find_newer_leaders(self.known.keys(), self.read_known)
+        return self._clock[0] - began, dict(found)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time, which tests advance."""
+    now = [0.0]
+    monkeypatch.setattr(stale_leaders.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_new_leaders_are_reported_at_the_second_check_that_finds_them(
+    brokers: Brokers, clock: list[float]
+) -> None:
+    client = Client(clock, Connection(CONNECTION.bootstrap_servers), OLD)
+    checks = [client.check()[1] for _ in range(3)]
     assert checks == [{}, {}, {AT: NEW.node_id}], "the first check asks the outdated broker"
     assert brokers.asked[:2] == ["one:1", "two:2"]
 
 
-def test_a_client_that_knows_the_leader_asks_one_broker_a_check(brokers: Brokers) -> None:
-    monitor = LeaderMonitor(Connection("two:2,three:3"))
-    assert [dict(monitor.find_newer_leaders({AT: NEW.node_id})) for _ in range(4)] == [{}] * 4
+def test_a_client_that_knows_the_leader_asks_one_broker_a_check(
+    brokers: Brokers, clock: list[float]
+) -> None:
+    client = Client(clock, Connection("two:2,three:3"), NEW)
+    assert [client.check()[1] for _ in range(4)] == [{}] * 4
     assert brokers.asked == ["two:2", "three:3"] * 2
+    assert client.num_asked == 1, "no other leader was named since"
 
 
-def test_a_leader_that_changes_again_is_not_confirmed(brokers: Brokers) -> None:
-    monitor = LeaderMonitor(Connection("two:2,three:3"))
-    assert monitor.find_newer_leaders({AT: OLD.node_id}) == {}
+def test_clients_of_a_process_share_what_the_brokers_name(
+    brokers: Brokers, clock: list[float]
+) -> None:
+    """With their own questions, a thousand workers opened and authenticated hundreds of connections a
+    second."""
+    connection = Connection("two:2,three:3")
+    clients = [Client(clock, replace(connection), NEW) for _ in range(10)]
+    for _ in range(4):
+        assert [client.check()[1] for client in clients] == [{}] * 10
+    assert brokers.asked == ["two:2", "three:3"] * 2
+    for client in clients:
+        client.known = {AT: OLD.node_id}  # none has learned of a new leader
     brokers.leaders = {key: {AT: Leader(3, 6)} for key in ADDRESSES}
-    assert monitor.find_newer_leaders({AT: OLD.node_id}) == {}
-    assert monitor.find_newer_leaders({AT: OLD.node_id}) == {AT: 3}
+    brokers.asked.clear()
+    found = [client.check()[1] for _ in range(2) for client in clients]
+    assert found == [{}] * 10 + [{AT: 3}] * 10
+    assert brokers.asked == ["two:2", "two:2", "three:3", "two:2", "three:3"]
+
+
+def test_an_answer_without_a_client_s_topic_serves_the_others_only(
+    brokers: Brokers, clock: list[float]
+) -> None:
+    connection = Connection("two:2")
+    first, second = (Client(clock, connection, NEW) for _ in range(2))
+    second.known = {OTHER: NEW.node_id}
+    for _ in range(3):
+        first.check()
+        second.check()
+    assert brokers.asked == ["two:2"] * 4, "one more, until both topics are asked for"
+
+
+def test_a_client_of_the_only_broker_is_not_asked(brokers: Brokers, clock: list[float]) -> None:
+    brokers.listed, brokers.leaders = ("one:1",), {"one:1": {AT: NEW}}
+    client = Client(clock, Connection("one:1"), OLD)
+    assert [client.check()[1] for _ in range(4)] == [{}] * 4
+    assert (client.num_asked, brokers.asked) == (0, ["one:1"] * 4)
+
+
+def test_a_leader_that_changes_again_is_not_confirmed(brokers: Brokers, clock: list[float]) -> None:
+    client = Client(clock, Connection("two:2,three:3"), OLD)
+    assert client.check()[1] == {}
+    brokers.leaders = {key: {AT: Leader(3, 6)} for key in ADDRESSES}
+    assert client.check()[1] == {}
+    assert client.check()[1] == {AT: 3}
 
 
 def test_a_partition_without_a_leader_and_brokers_that_are_down_are_no_finding(
-    brokers: Brokers,
+    brokers: Brokers, clock: list[float]
 ) -> None:
     brokers.leaders = {key: {AT: Leader(-1, 6)} for key in ADDRESSES}
-    monitor = LeaderMonitor(CONNECTION)
-    assert [dict(monitor.find_newer_leaders({AT: 1})) for _ in range(3)] == [{}] * 3
+    client = Client(clock, Connection(CONNECTION.bootstrap_servers), OLD)
+    assert [client.check()[1] for _ in range(3)] == [{}] * 3
     brokers.leaders = {}
-    assert [dict(monitor.find_newer_leaders({AT: 1})) for _ in range(3)] == [{}] * 3
+    assert [client.check()[1] for _ in range(3)] == [{}] * 3
 
 
-def test_a_difference_is_checked_again_sooner(
-    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(stale_leaders.time, "monotonic", lambda: now[0])
-    monitor = LeaderMonitor(Connection("two:2"))
+def test_a_difference_is_checked_again_sooner(brokers: Brokers, clock: list[float]) -> None:
+    client = Client(clock, Connection("two:2"), NEW)
     waits = []
-    for known in [NEW, NEW, OLD, OLD, NEW]:
-        began = now[0]
-        while not monitor.is_due:
-            now[0] += 1.0
-        waits.append(now[0] - began)
-        monitor.find_newer_leaders({AT: known.node_id})
+    for named in [NEW, NEW, Leader(3, 6), Leader(3, 6), NEW]:
+        brokers.leaders = {key: {AT: named} for key in ADDRESSES}
+        waits.append(client.check()[0])
     assert waits == [CHECK_SECONDS, CHECK_SECONDS, CHECK_SECONDS, CONFIRM_SECONDS, CONFIRM_SECONDS]
