@@ -55,7 +55,7 @@ NUM_PARTITIONS = 3
 BLOCK_RECORDS = 5_000
 STEPS_PER_BLOCK = BLOCK_RECORDS // (3 * PROMPTS_PER_STEP)
 HEADER = struct.Struct("<bqiI")
-"""Place in `ENTITIES`, offset, partition and length of a record."""
+"""Position in `ENTITIES`, offset, partition and length of a record."""
 ENTITIES = (
     "control.policy-versions",
     "prompt.groups",

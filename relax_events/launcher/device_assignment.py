@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import orjson
 import structlog
 
 from relax_events.config import RunConfig
 from relax_events.planning.inventory import COMPUTING_ROLES
 from relax_events.planning.placement import place_worker, place_workers
 from relax_events.session.gpus import VISIBLE, find_gpus
+from relax_events.session.planned import plan_engine_shares
 
 log = structlog.get_logger()
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """The order of `nvidia-smi`, which CUDA's own need not be."""
+MEMORY_FRACTION = "--mem-fraction-static"
+"""Share of a GPU for a server's weights and cache."""
 ON_GPUS = ("auto", "cuda")
 
 
@@ -26,12 +30,15 @@ class DeviceAssignment:
     so do the ranks of the critic. Other workers see all GPUs: a reward function may want one.
     """
 
-    def __init__(self, config: RunConfig, names: Sequence[str]) -> None:
+    def __init__(
+        self, config: RunConfig, names: Sequence[str], shares: Mapping[str, float] | None = None
+    ) -> None:
         """Assign devices to the workers that the run starts with.
 
         Args:
             config: The run.
             names: Of the GPUs, as in `CUDA_VISIBLE_DEVICES`.
+            shares: Of a GPU's memory, by worker with an engine that has no GPU to itself.
         Raises:
             ConfigError: The trainer has more ranks than there are GPUs, or `devices` names a
                 GPU that is not there.
@@ -39,7 +46,10 @@ class DeviceAssignment:
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
         self._devices = config.devices
         self._ranks = {"trainer": config.trainer.ranks, "critic": config.critic_ranks}
-        self._sizes = config.engine_devices()
+        self._sizes, self._shares = config.engine_devices(), dict(shares or {})
+        self._engines = {"judge": ("judge.engine", config.judge.engine)} | dict.fromkeys(
+            ("rollout", "evaluator"), ("engine", config.engine)
+        )
         self._placed: dict[str, tuple[int, ...]] = {}
         if self._names:
             self._placed = place_workers(
@@ -57,7 +67,9 @@ class DeviceAssignment:
     @classmethod
     def of_machine(cls, config: RunConfig) -> DeviceAssignment:
         """Assign to the workers the GPUs that this process may use."""
-        return cls(config, [gpu.name for gpu in find_gpus()])
+        gpus = find_gpus()
+        shares = plan_engine_shares(config) if gpus and config.model.device in ON_GPUS else {}
+        return cls(config, [gpu.name for gpu in gpus], shares)
 
     def variables(self, role: str, index: int) -> dict[str, str]:
         """Return the environment variables of a worker; an elastic one is placed by the load of
@@ -72,6 +84,23 @@ class DeviceAssignment:
             for device in self._assign(role, index + rank)
         ]
         return {VISIBLE: self._name(seen)} | ORDER
+
+    def overrides(self, role: str, index: int) -> list[str]:
+        """Return what a worker's run file has to say in addition: the share of the memory that its
+        servers take of a GPU which other workers use, too. SGLang takes nearly all of it otherwise.
+        """
+        planned = [
+            share for worker, share in self._shares.items() if worker.rpartition("-")[0] == role
+        ]
+        if not planned:
+            return []
+        key, engine = self._engines[role]
+        arguments = engine.sglang.arguments
+        if engine.name != "sglang" or engine.sglang.urls or MEMORY_FRACTION in arguments:
+            return []
+        share = self._shares.get(f"{role}-{index}", min(planned))
+        longer = [*arguments, MEMORY_FRACTION, f"{share:.3f}"]
+        return [f"{key}.sglang.arguments={orjson.dumps(longer).decode()}"]
 
     def _assign(self, role: str, index: int) -> tuple[int, ...]:
         worker_id = f"{role}-{index}"

@@ -138,7 +138,13 @@ class Supervisor:
         }
         order = SpawnRequest(
             RELAX,
-            ["worker", SEPARATOR.join(roles), str(self._config_path), *overrides],
+            [
+                "worker",
+                SEPARATOR.join(roles),
+                str(self._config_path),
+                *self._devices.overrides(role, index),
+                *overrides,
+            ],
             environment,
             list(dict.fromkeys(chain(*(worker_modules(self._config, one) for one in roles)))),
         )

@@ -111,6 +111,19 @@ class RunPlan:
         """Whether every device can hold its workers."""
         return all(device.fits for device in self.devices)
 
+    def compute_engine_shares(self) -> dict[str, float]:
+        """Return, by worker, the share of each of its devices that the weights and the cache of its
+        engine take, where other workers are on them, too.
+        """
+        shares: dict[str, float] = {}
+        for device in self.devices:
+            for worker in device.workers if len(device.workers) > 1 else ():
+                parts = worker.memory.parts
+                if "cache" in parts:
+                    share = (parts["weights"] + parts["cache"]) / device.num_bytes
+                    shares[worker.worker_id] = min(share, shares.get(worker.worker_id, 1.0))
+        return shares
+
 
 def plan_run(
     config: RunConfig,

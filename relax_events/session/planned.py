@@ -64,6 +64,17 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
     return PlannedRun(plan, config, facts["model"], device, count, tokens)
 
 
+def plan_engine_shares(config: RunConfig) -> dict[str, float]:
+    """Return the share of a GPU of this machine that a server may take, by worker, where its worker
+    is not alone on it; none for a plan that does not fit, and where devices are held in turn.
+    """
+    engines = (config.engine, config.judge.engine)
+    if config.devices.time_share or all(engine.name != "sglang" for engine in engines):
+        return {}
+    plan = plan_devices(config).plan
+    return plan.compute_engine_shares() if plan.fits else {}
+
+
 def _count_parameters(config: RunConfig) -> int:
     """Count the parameters of a model that has no weights here: on the meta device, so this loads
     torch.

@@ -30,6 +30,7 @@ LOG_TAIL_BYTES = 4000
 SERVER_PREFIXES = (
     "CUDA_",
     "NCCL_",
+    "GLOO_",
     "SGLANG_",
     "SGL_",
     "TORCH",

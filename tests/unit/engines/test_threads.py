@@ -57,3 +57,16 @@ def test_sglang_server_gets_the_configured_threads(
     server = ServerProcess.__new__(ServerProcess)
     server._config, server._settings = EngineConfig(threads=threads), model
     assert server._environment()["OMP_NUM_THREADS"] == str(expected)
+
+
+def test_sglang_server_gets_the_variables_of_its_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    monkeypatch.setenv("MY_SECRET", "x")
+    server = ServerProcess.__new__(ServerProcess)
+    server._config = EngineConfig()
+    server._settings = ModelConfig(dtype="float32", path=tmp_path)
+    environment = server._environment()
+    assert environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert "MY_SECRET" not in environment

@@ -73,3 +73,32 @@ def test_engine_sees_the_gpus_that_its_arguments_ask_for(make_run_config: MakeRu
         devices={"rollout": [7, 6, 5, 4]},
     )
     assert found.variables("rollout", 0)[VISIBLE] == "GPU-7,GPU-6,GPU-5,GPU-4"
+
+
+def test_server_takes_its_share_of_a_gpu_that_others_use(make_run_config: MakeRunConfig) -> None:
+    engine = {"name": "sglang", "sglang": {"arguments": ["--tp-size", "1"]}}
+    config = make_run_config(model={"device": "auto"}, engine=engine)
+    shares = {"rollout-0": 0.42, "rollout-1": 0.3111}
+    found = DeviceAssignment(config, ["0"], shares)
+    arguments = 'engine.sglang.arguments=["--tp-size","1","--mem-fraction-static","%s"]'
+    assert found.overrides("rollout", 0) == [arguments % "0.420"]
+    assert found.overrides("rollout", 1) == [arguments % "0.311"]
+    assert found.overrides("rollout", 7) == [arguments % "0.311"]  # elastic
+    assert found.overrides("reference", 0) == found.overrides("trainer", 0) == []
+    alone = DeviceAssignment(config, ["0", "1"])
+    assert alone.overrides("rollout", 0) == []
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"name": "transformers"},
+        {"name": "sglang", "sglang": {"arguments": ["--mem-fraction-static", "0.5"]}},
+        {"name": "sglang", "sglang": {"urls": ["http://localhost:1"]}},
+    ],
+)
+def test_share_is_not_given_to_what_takes_none(
+    make_run_config: MakeRunConfig, engine: dict[str, Any]
+) -> None:
+    config = make_run_config(model={"device": "auto"}, engine=engine)
+    assert DeviceAssignment(config, ["0"], {"rollout-0": 0.4}).overrides("rollout", 0) == []

@@ -258,3 +258,34 @@ def test_device_that_is_held_in_turn_needs_the_larger_turn(is_time_shared: bool)
     )
     device = PlannedDevice(0, 1000, workers, is_time_shared)
     assert device.needed == (100 + 5 + 4 * 10 if is_time_shared else 165 + 4 * 10)
+
+
+def test_engine_that_is_not_alone_has_a_share_of_its_devices() -> None:
+    found = plan(num_devices=2, ranks=1, activation_checkpointing="whole")
+    rollout = next(
+        worker
+        for device in found.devices
+        for worker in device.workers
+        if worker.worker_id == "rollout-0"
+    )
+    share = (rollout.memory.parts["weights"] + rollout.memory.parts["cache"]) / H100.num_bytes
+    assert 0.1 < share < 0.95  # with the actor-forward worker on the same device
+    assert found.compute_engine_shares() == {"rollout-0": share}
+    assert plan(num_devices=3, ranks=1).compute_engine_shares() == {}
+
+
+def test_engine_over_several_devices_divides_its_model_and_cache() -> None:
+    parts = {}
+    for size in (1, 4):
+        engine = {"name": "sglang", "sglang": {"arguments": ["--tp-size", str(size)]}}
+        found = plan(num_devices=8, ranks=1, sections={"engine": engine})
+        parts[size] = [
+            worker.memory.parts
+            for device in found.devices
+            for worker in device.workers
+            if worker.worker_id == "rollout-0"
+        ]
+        assert len(parts[size]) == size
+    whole = 2 * MIDDLE.num_parameters
+    assert [one["weights"] for one in parts[1] + parts[4]] == [whole] + [whole // 4] * 4
+    assert parts[4][0]["process"] == parts[1][0]["process"]
