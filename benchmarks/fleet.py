@@ -219,7 +219,8 @@ class SimulatedWorker:
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
             max_leases=config.num_lanes,
-            records_per_batch=config.prompt_groups_per_lease(),
+            first_lanes=config.num_first_lanes,
+            most_lanes=config.count_most_lanes(None),
             on_lease=lambda lease: fleet.take(self, lease),
         )
         self.failures = connection.auth_failures

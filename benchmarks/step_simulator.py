@@ -2,9 +2,9 @@
 calculation over the library's own rules.
 
 Admission, reissue, submission, loading, the choice of a batch and expiry are the pure functions of
-`relax_events.staleness`. Lanes, the stand-ins' speeds, and a trainer that trains prompt groups one
-after another as they come, are the simulator's. It knows nothing of records and micro-batches. A
-prompt group is leased to the engine that holds the fewest.
+`relax_events.staleness`. Leases, the stand-ins' speeds, and a trainer that trains prompt groups one
+after another as they come, are the simulator's. It knows nothing of micro-batches. Prompt groups
+are leased to the engine with the most room for them.
 """
 
 from __future__ import annotations
@@ -45,14 +45,25 @@ class Schedule:
     colocated: bool
     weight_update_mode: WeightUpdateMode
     sample_order: SampleOrder = "fifo"
-    lanes_per_engine: int
+    leases_per_engine: int
+    """Prompt groups that an engine holds."""
     slots_per_engine: int
     leases_for_free_slots: bool = False
-    """Whether engines hold more prompt groups than lanes while samples of running ones have ended."""
+    """Whether engines hold more prompt groups while samples of running ones have ended."""
+    batch_size: int = 1
+    """Prompt groups that are leased at once."""
+    lanes_per_engine: int | None = None
+    """Batches that an engine holds, each until all of its prompt groups have ended; None for any."""
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> Schedule:
-        """Read the settings from a resolved run file."""
+    def from_config(cls, config: RunConfig, *, share_group_size: int | None = None) -> Schedule:
+        """Read the settings from a resolved run file.
+
+        Args:
+            config: The run file.
+            share_group_size: Members that the brokers allow a share group; None for a consumer
+                group.
+        """
         run = config.run
         return cls(
             num_steps=run.num_steps,
@@ -61,10 +72,25 @@ class Schedule:
             colocated=config.devices.time_share,
             weight_update_mode=run.weight_update_mode,
             sample_order=run.sample_order,
-            lanes_per_engine=config.num_lanes,
+            leases_per_engine=config.num_lanes,
             slots_per_engine=config.engine.max_running_samples,
             leases_for_free_slots=not config.engine.max_prompt_groups,
+            **(
+                {
+                    "batch_size": config.prompt_groups_per_lease(),
+                    "lanes_per_engine": config.count_most_lanes(share_group_size),
+                }
+                if share_group_size is not None
+                else {}
+            ),
         )
+
+
+@dataclass(slots=True)
+class SimulatedLease:
+    """A batch of prompt groups that one lane holds."""
+
+    num_left: int
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +102,7 @@ class SimulatedGroup:
     required_policy_version: int
     num_generations: int
     """Generations one after another for its batch slot, with its own."""
+    lease: SimulatedLease
     num_left: int = 0
     policy_version: int = -1
 
@@ -110,6 +137,7 @@ class SimulatedEngine:
     running: list[tuple[float, int, SimulatedGroup]] = field(default_factory=list)
     num_groups: int = 0
     """Prompt groups with unfinished samples."""
+    num_leases: int = 0
     done: float = 0.0
     at: float = 0.0
     slot_seconds: float = 0.0
@@ -161,7 +189,7 @@ class StepSimulator:
         self._lengths, self._outcome = lengths, outcome
         self._engines = [SimulatedEngine() for _ in range(timing.num_engines)]
         self._samples_per_prompt = len(lengths(IssuedGroup(BatchSlot(0, 0), 0, 0)))
-        self._queue: deque[SimulatedGroup] = deque()
+        self._queue: deque[list[SimulatedGroup]] = deque()
         self._ready: dict[ReadyGroup, SimulatedGroup] = {}
         self._num_trained = self._version = self._next_step = 0
         self._trainer_busy = False
@@ -198,12 +226,12 @@ class StepSimulator:
         steps = admitted_steps(
             version, max_staleness=schedule.max_staleness, num_steps=schedule.num_steps
         )
-        for slot in find_unissued_slots(
+        slots = find_unissued_slots(
             (),
             steps=range(self._next_step, steps.stop),
             prompts_per_step=schedule.prompts_per_step,
-        ):
-            self._issue(IssuedGroup(slot, 0, 0), num_generations=1)
+        )
+        self._issue([IssuedGroup(slot, 0, 0) for slot in slots], num_generations=1)
         self._next_step = max(self._next_step, steps.stop)
         for group in list(self._ready.values()):
             self._expire(group)
@@ -212,11 +240,19 @@ class StepSimulator:
         self._dispatch()
         self._train()
 
-    def _issue(self, issued: IssuedGroup, *, num_generations: int) -> None:
-        required = max(issued.slot.train_step - self._schedule.max_staleness, 0)
-        if issued.attempt:
-            required = max(required, self._version)
-        self._queue.append(SimulatedGroup(issued, self._lengths(issued), required, num_generations))
+    def _issue(self, issued: Sequence[IssuedGroup], *, num_generations: int) -> None:
+        size = self._schedule.batch_size
+        for begin in range(0, len(issued), size):
+            batch = issued[begin : begin + size]
+            lease, groups = SimulatedLease(len(batch)), list[SimulatedGroup]()
+            for one in batch:
+                required = max(one.slot.train_step - self._schedule.max_staleness, 0)
+                if one.attempt:
+                    required = max(required, self._version)
+                groups.append(
+                    SimulatedGroup(one, self._lengths(one), required, num_generations, lease)
+                )
+            self._queue.append(groups)
 
     def _renew(self, engine: SimulatedEngine) -> None:
         """Load the newest version if the engine may."""
@@ -231,18 +267,22 @@ class StepSimulator:
         self._await_completion(engine)
 
     def _dispatch(self) -> None:
-        """Lease the queue's prompt groups to engines with free lanes, and submit the leased ones."""
+        """Lease the queue's prompt groups to engines with room, and submit the leased ones."""
         while self._queue:
-            engine = max(self._engines, key=self._count_free_lanes)
-            if self._count_free_lanes(engine) <= 0:
+            engine = max(self._engines, key=self._count_room)
+            if self._count_room(engine) <= 0:
                 break
-            engine.waiting.append(self._queue.popleft())
+            engine.num_leases += 1
+            engine.waiting += self._queue.popleft()
         for engine in self._engines:
             if engine.waiting:
                 self._submit(engine)
 
-    def _count_free_lanes(self, engine: SimulatedEngine) -> int:
-        num_free = self._schedule.lanes_per_engine - len(engine.waiting) - engine.num_groups
+    def _count_room(self, engine: SimulatedEngine) -> int:
+        """Return how many more prompt groups an engine may lease; 0 if it has no free lane."""
+        if engine.num_leases == self._schedule.lanes_per_engine:
+            return 0
+        num_free = self._schedule.leases_per_engine - len(engine.waiting) - engine.num_groups
         if not self._schedule.leases_for_free_slots:
             return num_free
         return num_free + count_spare_leases(
@@ -308,6 +348,8 @@ class StepSimulator:
         group.num_left -= 1
         if not group.num_left:
             engine.num_groups -= 1
+            group.lease.num_left -= 1
+            engine.num_leases -= not group.lease.num_left
             self._forward(group)
         self._renew(engine)
         self._dispatch()
@@ -348,7 +390,7 @@ class StepSimulator:
         """Count an untrained prompt group, and issue its batch slot again."""
         self._num_wasted_tokens += group.num_tokens
         if (successor := build_reissue(group.issued, outcome=outcome, next_row=0)) is not None:
-            self._issue(successor, num_generations=group.num_generations + 1)
+            self._issue([successor], num_generations=group.num_generations + 1)
             self._dispatch()
 
     def _train(self) -> None:

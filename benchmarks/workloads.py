@@ -58,7 +58,7 @@ def bound_seconds(run: TimedRun) -> float:
         max_staleness=mode.max_staleness,
         colocated=mode.colocated,
         weight_update_mode="in_flight",
-        lanes_per_engine=workload.lanes_per_engine,
+        leases_per_engine=workload.lanes_per_engine,
         slots_per_engine=workload.lanes_per_engine * workload.samples_per_prompt,
     )
     lengths = repeat_lengths(run.sampled_lengths())

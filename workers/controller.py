@@ -22,7 +22,7 @@ from relax_events.controller.autoscaler import Autoscaler
 from relax_events.controller.health import HealthLimits, decide
 from relax_events.controller.metrics import HealthMetrics, RunMetrics, ScaleMetrics
 from relax_events.controller.retention import RetentionManager, num_versions_needed
-from relax_events.controller.scaling_bounds import ScalingBounds, read_share_group_size
+from relax_events.controller.scaling_bounds import ScalingBounds
 from relax_events.controller.scaling_service import MainThreadTask, ScalingService
 from relax_events.data.rendering import read_run_template
 from relax_events.deadline import Deadline
@@ -37,6 +37,7 @@ from relax_events.events.types import (
 )
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import count_unhealthy_partitions
+from relax_events.kafka.leases import read_share_group_size
 from relax_events.kafka.protocol.queue_lag import read_queue_lag
 from relax_events.kafka.security.acls import build_run_prefix
 from relax_events.objects.marker import claim_store, find_logged_marker, require_marker
@@ -104,7 +105,7 @@ class ControllerLoop:
         self._limits = HealthLimits.from_config(self._config)
         self._health = HealthState.from_config(self._config, own_id=worker.worker_id)
         worker.metrics.registry.register(HealthMetrics(self._health, self._config))
-        size = read_share_group_size(self._config, self._admin)
+        size = read_share_group_size(self._admin)
         bounds = ScalingBounds.from_config(
             self._config, is_supervised=SUPERVISOR_PID_VARIABLE in os.environ, share_group_size=size
         )

@@ -257,8 +257,8 @@ class EngineConfig(Section):
     max_prompt_groups: Annotated[int, Field(ge=0), free(SPEED)] = 0
     """Prompt groups that one worker holds at a time; 0 is as many as fill the engine,
     `max_running_samples` divided by `run.samples_per_prompt`, and more while samples of running
-    ones have ended. Each may take a share-group member of its own, and brokers limit the members of
-    all workers (`group.share.max.size`)."""
+    ones have ended. They take members of the share group, and brokers limit those of all workers
+    (`group.share.max.size`)."""
     max_running_samples: Annotated[Positive, free(SPEED)] = 256
     """Samples decoded concurrently."""
     max_context_tokens: OrDerived[Positive] = DERIVED

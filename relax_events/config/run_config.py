@@ -409,12 +409,66 @@ class RunConfig(Section):
             num_workers: Rollout workers that are known to run; more count if the run file starts
                 more, or lets the autoscaler start more.
         """
-        limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
-        workers = max(self.workers.rollout, limit, num_workers)
+        workers = max(self._num_rollout_workers, num_workers)
         if workers == 1 and self.run.prompts_per_step <= self.num_lanes:
             return self.run.prompts_per_step
         share = min(self.run.prompts_per_step // workers, self.num_lanes)
         return max(share // (8 if workers > 1 else 4), 1)
+
+    @property
+    def _num_rollout_workers(self) -> int:
+        """Rollout workers that the run file starts, or lets the autoscaler start."""
+        limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
+        return max(self.workers.rollout, limit)
+
+    @property
+    def num_admitted_groups(self) -> int:
+        """Prompt groups of the steps that are admitted at once."""
+        return self.run.prompts_per_step * (self.run.max_staleness + 1)
+
+    @property
+    def num_first_lanes(self) -> int:
+        """Share consumers that a rollout worker starts with: as many as lease its share of the
+        admitted prompt groups, or fill it.
+        """
+        share = -(-self.num_admitted_groups // self._num_rollout_workers)
+        return -(-min(share, self.num_lanes) // self.prompt_groups_per_lease())
+
+    def count_most_lanes(self, share_group_size: int | None) -> int:
+        """Return how many share consumers a rollout worker may have while it needs them.
+
+        One for each admitted prompt group where all workers together fit the share group then. Else
+        an equal part of what is allowed to `scaling.max_workers`; more, up to `num_lanes`, where
+        the run's own workers leave room.
+
+        Args:
+            share_group_size: Members that the brokers allow a share group; None if unknown.
+        """
+        num_workers, num_first, most = (
+            self._num_rollout_workers,
+            self.num_first_lanes,
+            self.num_lanes,
+        )
+        if share_group_size is not None:
+            most = min(most, share_group_size // num_workers)
+            if not self.engine.max_prompt_groups:
+                equal = share_group_size // max(num_workers, self.scaling.max_workers)
+                most = max(most, equal)
+                if num_workers * num_first + self.num_admitted_groups <= share_group_size:
+                    most = max(most, self.num_admitted_groups)
+        return max(num_first, most)
+
+    def count_workers_with_room(self, share_group_size: int) -> int:
+        """Return for how many rollout workers' share consumers the brokers have room.
+
+        Args:
+            share_group_size: Members that the brokers allow a share group.
+        """
+        num_free = share_group_size - self.num_admitted_groups
+        return max(
+            share_group_size // self.count_most_lanes(share_group_size),
+            num_free // self.num_first_lanes,
+        )
 
     @property
     def first_version(self) -> int:

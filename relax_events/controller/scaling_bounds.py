@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
-import structlog
-
 from relax_events.config import RunConfig
-from relax_events.errors import BrokerError, ConfigError
-from relax_events.kafka.admin import Admin
+from relax_events.errors import ConfigError
+from relax_events.kafka.leases import SHARE_GROUP_SIZE_KEY
 from relax_events.projections.scale_requests import DEFAULT_MODEL, MICROS
 from relax_events.projections.scaling import ScaleState
 from relax_events.topics import TopicPlan
 
-log = structlog.get_logger()
-SHARE_GROUP_SIZE_KEY = "group.share.max.size"
 REMEDY = (
     f"lower engine.max_prompt_groups, run fewer rollout workers, or raise "
     f"{SHARE_GROUP_SIZE_KEY} on the brokers (Kafka's maximum is 1000)"
@@ -117,10 +113,10 @@ def _build_pool(
         limits.append((partitions, text))
     elif share_group_size is not None:
         text = (
-            f"each has {config.num_lanes} lanes, and {SHARE_GROUP_SIZE_KEY} = {share_group_size} "
-            f"on the brokers; {REMEDY}"
+            f"each starts with {config.num_first_lanes} lanes and may take more, and "
+            f"{SHARE_GROUP_SIZE_KEY} = {share_group_size} on the brokers; {REMEDY}"
         )
-        limits.append((share_group_size // config.num_lanes, text))
+        limits.append((config.count_workers_with_room(share_group_size), text))
     most, limit = min(limits, key=itemgetter(0))
     engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
     urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
@@ -142,26 +138,12 @@ def _has_share_group(config: RunConfig) -> bool:
     return config.broker.prompt_queue == "share_group" and "rollout" in config.roles()
 
 
-def read_share_group_size(config: RunConfig, admin: Admin) -> int | None:
-    """Return how many members the brokers allow a share group; None where the run has none, or the
-    brokers do not report it.
-    """
-    if not _has_share_group(config):
-        return None
-    try:
-        size = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
-    except BrokerError as error:
-        log.info("share_group_size.read_failed", error=str(error))
-        return None
-    return int(size) if size else None
-
-
 def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
     """Return the capacity for rollout workers as text.
 
     Args:
         config: The run.
-        size: As `read_share_group_size` returns it.
+        size: Members that the brokers allow a share group; None if unknown.
     Raises:
         ConfigError: The initial rollout workers do not fit.
     """
@@ -169,15 +151,15 @@ def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
         return "no share group"
     if size is None:
         return f"the brokers do not report {SHARE_GROUP_SIZE_KEY}"
-    num_workers = config.roles()["rollout"]
-    num_members = num_workers * config.num_lanes
+    num_workers, num_first = config.roles()["rollout"], config.num_first_lanes
+    num_members = num_workers * num_first
     if num_members > size:
         raise ConfigError(
-            f"{num_workers} rollout workers x {config.num_lanes} lanes = {num_members} members "
-            f"are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = {size}; "
-            f"{REMEDY}"
+            f"{num_workers} rollout workers x {num_first} lanes at their start = {num_members} "
+            f"members are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = "
+            f"{size}; {REMEDY}"
         )
     return (
-        f"room for {size // config.num_lanes} rollout workers of {config.num_lanes} lanes "
-        f"({SHARE_GROUP_SIZE_KEY} = {size})"
+        f"room for {config.count_workers_with_room(size)} rollout workers of {num_first} to "
+        f"{config.count_most_lanes(size)} lanes ({SHARE_GROUP_SIZE_KEY} = {size})"
     )

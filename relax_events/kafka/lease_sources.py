@@ -18,7 +18,8 @@ def open_lease_source(
     group: str,
     topic: str,
     max_leases: int,
-    records_per_batch: int,
+    first_lanes: int,
+    most_lanes: int,
     on_lease: Callable[[Lease], None],
 ) -> LeaseSource:
     """Join the group, and lease records of the queue until the source is closed.
@@ -29,7 +30,8 @@ def open_lease_source(
         group: The share group, or consumer group.
         topic: The queue.
         max_leases: How many records may be held.
-        records_per_batch: Records that a record batch holds as a rule.
+        first_lanes: Share consumers that join at once.
+        most_lanes: Share consumers that may join.
         on_lease: Called with each lease, from other threads.
     """
     if kind == "consumer_group":
@@ -41,6 +43,7 @@ def open_lease_source(
         group=group,
         topic=topic,
         max_leases=max_leases,
-        records_per_batch=records_per_batch,
+        first_lanes=first_lanes,
+        most_lanes=most_lanes,
         on_lease=on_lease,
     )

@@ -20,6 +20,7 @@ from relax_events.kafka.records import Record
 
 log = structlog.get_logger()
 DEFAULT_DELIVERY_LIMIT = 5
+SHARE_GROUP_SIZE_KEY = "group.share.max.size"
 POLL_SECONDS = 1.0
 LEAVE_SECONDS = POLL_SECONDS + 5
 
@@ -53,6 +54,16 @@ def read_delivery_limit(connection: Connection, group: str) -> int:
         log.info("delivery_limit.read_failed", error=str(error), assumed=DEFAULT_DELIVERY_LIMIT)
         return DEFAULT_DELIVERY_LIMIT
     return int(settings.get("share.delivery.count.limit", DEFAULT_DELIVERY_LIMIT))
+
+
+def read_share_group_size(admin: Admin) -> int | None:
+    """Read how many members the brokers allow a share group; None where they do not report it."""
+    try:
+        size = admin.broker_settings().get(SHARE_GROUP_SIZE_KEY)
+    except BrokerError as error:
+        log.info("share_group_size.read_failed", error=str(error))
+        return None
+    return int(size) if size else None
 
 
 class LeaseSource(Protocol):

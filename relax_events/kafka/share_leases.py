@@ -37,6 +37,8 @@ SETTLE_SECONDS = 0.05
 """How long a settled record waits for others of its batch: they are acknowledged by one request."""
 LANE_REPORT_SECONDS = 240.0
 """Lanes that wait for their turn are not polled, so the reports of their clients accumulate."""
+NUM_IDLE_LANES = 2
+"""Lanes beyond the first that stay for the next records."""
 FULL_SECONDS = 20.0
 """Longer than a session: a killed worker stays a member until its session expires. A consumer that
 is refused for longer exceeds the group's size."""
@@ -44,7 +46,8 @@ is refused for longer exceeds the group's size."""
 
 class ShareGroupLeases:
     """A lease source in which one share consumer polls at a time, while the others wait for their
-    turn. Another one joins the group once all hold records and there is capacity for more.
+    turn. Another one joins the group once all hold records and there is capacity for more, and
+    leaves it when others are idle.
 
     The broker counts each delivery of a record and silently drops the record after a limit. It
     notices the deaths of a killed worker's consumers one by one, and meanwhile delivers the
@@ -62,7 +65,8 @@ class ShareGroupLeases:
         topic: str,
         max_leases: int,
         on_lease: Callable[[Lease], None],
-        records_per_batch: int = 1,
+        first_lanes: int | None = None,
+        most_lanes: int | None = None,
     ) -> None:
         """Join the group.
 
@@ -71,10 +75,11 @@ class ShareGroupLeases:
             group: The share group.
             topic: The queue, with one partition.
             max_leases: How many records may be held before capacity is added; the last record batch
-                may exceed it. At most so many share consumers join.
+                may exceed it.
             on_lease: Called with each lease, by several threads.
-            records_per_batch: Records that a record batch holds as a rule, which decides how many
-                share consumers join at once.
+            first_lanes: Share consumers that join at once, without which the worker ends; as many
+                as `max_leases` by default.
+            most_lanes: Share consumers that may join; as many as the larger of the two by default.
         """
         self._topic, self.connection = topic, connection
         self._leaders = LeaderMonitor(connection)
@@ -83,9 +88,10 @@ class ShareGroupLeases:
         self._stopping = threading.Event()
         self._on_lease = on_lease
         self._turn = threading.Lock()
-        self._max_lanes = self._capacity = max_leases
+        self._capacity = max_leases
         self._capacity_changed = threading.Condition()
-        self._num_first_lanes = -(-max_leases // records_per_batch)
+        self._num_first_lanes = max_leases if first_lanes is None else first_lanes
+        self._max_lanes = max(self._num_first_lanes, most_lanes or max_leases)
         self.group_full_text = (
             f"share group {group} has no room for the first {self._num_first_lanes} share "
             "consumers of this worker: group.share.max.size of the brokers bounds the share "
@@ -152,6 +158,17 @@ class ShareGroupLeases:
             self._lanes.remove(lane)
             self._max_lanes = len(self._lanes)
             return True
+
+    def dismiss(self, lane: _ShareConsumerThread) -> bool:
+        """Do without a lane that has settled its records if `NUM_IDLE_LANES` others are idle,
+        unless it is one of the first; return whether that is so.
+        """
+        with self._joining:
+            num_idle = sum(not one.is_busy for one in self._lanes if one is not lane)
+            is_surplus = num_idle >= NUM_IDLE_LANES and lane in self._lanes[self._num_first_lanes :]
+            if is_surplus:
+                self._lanes.remove(lane)
+            return is_surplus
 
     def check_leader(self) -> None:
         """Replace `connection` if the queue has had another leader for a while: each consumer
@@ -222,6 +239,7 @@ class _ShareConsumerThread:
     def _run(self) -> None:
         while not self._has_ended:
             self._step()
+            self._is_removed = self._is_removed or self._source.dismiss(self)
         self._leave()
 
     def _step(self) -> None:

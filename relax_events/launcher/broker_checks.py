@@ -11,12 +11,13 @@ from contextlib import closing
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.controller.scaling_bounds import read_share_group_size, require_rollout_capacity
+from relax_events.controller.scaling_bounds import require_rollout_capacity
 from relax_events.errors import CheckFailed, ConfigError, ObjectError, WeightsError
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.embedded.java import find_java
 from relax_events.kafka.embedded.settings import SHARE_GROUP_SIZE as EMBEDDED_SHARE_GROUP_SIZE
+from relax_events.kafka.leases import read_share_group_size
 from relax_events.kafka.schema_registry import RegistryClient, open_codec
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.model_folder.tensors import read_layouts
@@ -56,7 +57,7 @@ def check_broker(run: CheckedRun) -> str:
     if conflicts := [change for change in changes if change.kind == "conflict"]:
         raise CheckFailed(f"topic {conflicts[0].topic} {conflicts[0].detail}; take another run.id")
     refuse_new_topics(run.operator_config, read_last_session(run.operator_config))
-    lanes = require_rollout_capacity(config, read_share_group_size(config, admin))
+    lanes = require_rollout_capacity(config, read_share_group_size(admin))
     return (
         f"{run.operator_config.broker.bootstrap_servers} answers; {len(changes)} topic change(s) "
         f"to apply; {lanes}"

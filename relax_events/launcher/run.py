@@ -16,13 +16,14 @@ import orjson
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.controller.scaling_bounds import read_share_group_size, require_rollout_capacity
+from relax_events.controller.scaling_bounds import require_rollout_capacity
 from relax_events.errors import BrokerError, RelaxError
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded
 from relax_events.history.runs.replay import resolve_parent
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
+from relax_events.kafka.leases import read_share_group_size
 from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.broker_keeper import BrokerKeeper
@@ -129,7 +130,7 @@ class RunSession:
             self._config = resolve_parent(self._config)
             self._resolve_settings(display)
             operator = open_admin(self._config, name="run")
-            require_rollout_capacity(self._config, read_share_group_size(self._config, operator))
+            require_rollout_capacity(self._config, read_share_group_size(operator))
             apply_topics(self._config, operator)
             if self._config.broker.credentials or self._config.broker.username:
                 publish_schemas(self._config, operator)  # which the roles' own users may not

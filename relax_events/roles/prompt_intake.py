@@ -5,19 +5,21 @@ resumes stored samples, and fails prompt groups that can't be generated.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import tokenize_group_targets
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupIssued
+from relax_events.kafka.admin import Admin
 from relax_events.kafka.lease_sources import open_lease_source
 from relax_events.kafka.leases import (
     DEFAULT_DELIVERY_LIMIT,
     Lease,
     LeaseSource,
     read_delivery_limit,
+    read_share_group_size,
 )
 from relax_events.kafka.records import Record
 from relax_events.objects.store import list_message_media
@@ -52,7 +54,10 @@ class PromptIntake:
         """Open the queue of prompt groups; `on_lease` is called from other threads."""
         plan, broker = self._worker.plan, self._config.broker
         group = plan.consumer_group("rollout")
+        size = None
         if broker.prompt_queue == "share_group":
+            with closing(Admin(self._worker.connection)) as admin:
+                size = read_share_group_size(admin)
             limit = read_delivery_limit(self._worker.connection, group)
             self.max_deliveries = (
                 limit if limit <= DEFAULT_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
@@ -63,7 +68,8 @@ class PromptIntake:
             group=group,
             topic=plan.topic(PROMPT_GROUPS),
             max_leases=self._config.num_lanes,
-            records_per_batch=self._config.prompt_groups_per_lease(),
+            first_lanes=self._config.num_first_lanes,
+            most_lanes=self._config.count_most_lanes(size),
             on_lease=on_lease,
         )
 

@@ -110,7 +110,8 @@ def lane_of(
     taken: list[Lease],
     *,
     max_leases: int = 1,
-    records_per_batch: int = 1,
+    first_lanes: int = 1,
+    most_lanes: int = 9,
 ) -> ShareGroupLeases:
     monkeypatch.setattr(share_leases, "ShareConsumer", consumers)
     connection = Connection.from_config(
@@ -122,7 +123,8 @@ def lane_of(
         topic="queue",
         max_leases=max_leases,
         on_lease=taken.append,
-        records_per_batch=records_per_batch,
+        first_lanes=first_lanes,
+        most_lanes=most_lanes,
     )
 
 
@@ -143,7 +145,7 @@ def test_records_of_a_batch_that_are_done_together_are_acknowledged_by_one_reque
 ) -> None:
     monkeypatch.setattr(share_leases, "SETTLE_SECONDS", 60.0)
     consumers, taken = Consumers([Message(offset=offset) for offset in range(4)]), list[Lease]()
-    source = lane_of(consumers, monkeypatch, taken, max_leases=4, records_per_batch=4)
+    source = lane_of(consumers, monkeypatch, taken, max_leases=4)
     wait_until(lambda: len(taken) == 4)
     for lease in taken:
         lease.done()
@@ -156,7 +158,7 @@ def test_done_record_is_acknowledged_although_others_of_its_batch_take_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     consumers, taken = Consumers([Message(offset=offset) for offset in range(2)]), list[Lease]()
-    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2)
     wait_until(lambda: len(taken) == 2)
     taken[1].done()
     wait_until(lambda: bool(consumers.made[0].committed))
@@ -169,7 +171,7 @@ def test_another_share_consumer_joins_when_all_hold_records_and_there_is_capacit
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     consumers, taken = Consumers([Message(offset=0)], [Message(offset=1)]), list[Lease]()
-    source = lane_of(consumers, monkeypatch, taken, max_leases=3, records_per_batch=3)
+    source = lane_of(consumers, monkeypatch, taken, max_leases=3)
     wait_until(lambda: len(taken) == 2 and len(consumers.made) == 3)
     assert sorted(lease.record.offset for lease in taken) == [0, 1]
     source.close()
@@ -180,7 +182,7 @@ def test_share_consumer_that_cannot_be_made_costs_no_lease_and_is_made_later(
 ) -> None:
     refused = KafkaException(KafkaError(KafkaError._CRIT_SYS_RESOURCE, "no thread left"))
     consumers, taken = Consumers([Message(offset=0)], refused, [Message(offset=1)]), list[Lease]()
-    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2)
     wait_until(lambda: len(taken) == 2)
     for lease in taken:
         lease.done()
@@ -190,13 +192,43 @@ def test_share_consumer_that_cannot_be_made_costs_no_lease_and_is_made_later(
 
 def test_more_records_are_leased_when_capacity_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     consumers, taken = Consumers([Message(offset=0)], [Message(offset=1)]), list[Lease]()
-    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=1)
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2, first_lanes=2)
     source.add_capacity(-1)
     wait_until(lambda: len(taken) == 1)
     assert not any(one.is_closed for one in consumers.made)
     source.add_capacity(1)
     wait_until(lambda: len(taken) == 2)
     source.close()
+
+
+def test_share_consumers_leave_when_others_are_idle_but_the_first_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    consumers, taken = Consumers(*([Message(offset=index)] for index in range(5))), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=5)
+    wait_until(lambda: len(taken) == 5)
+    leases = {lease.record.offset: lease for lease in taken}
+    for number in (1, 2, 3, 4):
+        leases[number].done()
+        wait_until(lambda at=number: consumers.made[at].committed == [1])  # type: ignore[misc]
+        wait_until(lambda at=number: consumers.made[at].is_closed == (at > 2))  # type: ignore[misc]
+    leases[0].done()
+    wait_until(lambda: consumers.made[0].committed == [1])
+    source.add_capacity(0)
+    assert [one.is_closed for one in consumers.made] == [False, False, False, True, True]
+    source.close()
+
+
+def test_at_most_so_many_share_consumers_join_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumers, taken = Consumers(*([Message(offset=index)] for index in range(9))), list[Lease]()
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2, first_lanes=2, most_lanes=4)
+    source.add_capacity(5)
+    wait_until(lambda: len(taken) == 4)
+    source.add_capacity(1)
+    taken[0].done()
+    wait_until(lambda: consumers.made[0].committed == [1])
+    source.close()
+    assert len(consumers.made) == 4
 
 
 def test_consumer_group_leases_more_records_when_capacity_is_added(
@@ -256,7 +288,7 @@ def test_worker_does_without_another_share_consumer_when_the_group_has_no_room(
 ) -> None:
     monkeypatch.setattr(share_leases, "FULL_SECONDS", -1.0)
     consumers, taken = Consumers([Message(offset=0)], [Message(FULL)]), list[Lease]()
-    source = lane_of(consumers, monkeypatch, taken, max_leases=2, records_per_batch=2)
+    source = lane_of(consumers, monkeypatch, taken, max_leases=2)
     wait_until(lambda: len(consumers.made) == 2 and consumers.made[1].is_closed)
     assert not source.stopping
     taken[0].done()

@@ -29,11 +29,14 @@ import sys, queue
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.share_leases import ShareGroupLeases
-kind, bootstrap_servers, group, topic, lanes = sys.argv[1:]
+kind, bootstrap_servers, group, topic, lanes, *added = sys.argv[1:]
 inbox = queue.SimpleQueue()
 make = {"ConsumerGroupLeases": ConsumerGroupLeases, "ShareGroupLeases": ShareGroupLeases}[kind]
-source = make(Connection(bootstrap_servers), group=group, topic=topic, max_leases=int(lanes), on_lease=inbox.put)
-for _ in range(2):
+most = {"most_lanes": 99} if kind == "ShareGroupLeases" else {}
+source = make(Connection(bootstrap_servers), group=group, topic=topic, max_leases=int(lanes), on_lease=inbox.put, **most)
+for number in added:
+    source.add_capacity(int(number))
+for _ in range(2 + sum(map(int, added))):
     print(inbox.get().record.value.decode())
 sys.stdin.read()
 """
@@ -51,7 +54,9 @@ class Queue:
     inboxes: list[queue.SimpleQueue[Lease]] = field(default_factory=list)
 
     @contextmanager
-    def holder(self, *, lanes: int) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
+    def holder(
+        self, *, lanes: int, **options: int
+    ) -> Iterator[tuple[LeaseSource, queue.SimpleQueue[Lease]]]:
         inbox: queue.SimpleQueue[Lease] = queue.SimpleQueue()
         make: Any = {
             "ShareGroupLeases": ShareGroupLeases,
@@ -63,6 +68,7 @@ class Queue:
             topic=self.topic,
             max_leases=lanes,
             on_lease=inbox.put,
+            **options,
         )
         try:
             yield source, inbox
@@ -208,6 +214,45 @@ def test_records_are_redelivered_when_their_holder_is_killed(
         assert sorted([next_line(holder), next_line(holder)]) == ["a", "b"]
     with work.holder(lanes=2) as (_, inbox):
         assert values(take(inbox, 2)) == ["a", "b"]
+
+
+def test_all_records_beyond_its_lanes_are_redelivered_when_their_holder_is_killed(
+    work: Queue, single: RecordProducer, bootstrap_servers: str
+) -> None:
+    names = [f"p{index:02}" for index in range(20)]
+    enqueue(single, work, names)
+    options = (work.kind, bootstrap_servers, work.group, work.topic, "2", "18")
+    with other_process(HOLDER, *options) as holder:
+        assert sorted(next_line(holder) for _ in names) == names
+    counts: Counter[str] = Counter()
+    with work.holder(lanes=4) as (_, inbox):
+        while len(counts) < len(names):
+            lease = inbox.get(timeout=TIMEOUT_SECONDS)
+            counts[lease.record.key] = max(counts[lease.record.key], lease.delivery_count)
+            lease.done()
+    assert sorted(counts) == names
+    assert max(counts.values()) <= 4
+
+
+def test_all_records_beyond_its_lanes_return_when_their_holder_stops(
+    share_queue: Queue, single: RecordProducer
+) -> None:
+    names = [f"p{index:02}" for index in range(12)]
+    enqueue(single, share_queue, names)
+    with share_queue.holder(lanes=2, first_lanes=1, most_lanes=20) as (source, inbox):
+        source.add_capacity(10)
+        held = take(inbox, 12)
+        assert values(held) == names
+        source.stop()
+        for lease in held:
+            lease.release()
+    counts: Counter[str] = Counter()
+    with share_queue.holder(lanes=4) as (_, inbox):
+        while len(counts) < len(names):
+            lease = inbox.get(timeout=TIMEOUT_SECONDS)
+            counts[lease.record.key] += lease.delivery_count
+            lease.done()
+    assert counts == dict.fromkeys(names, 2)
 
 
 def test_killed_holder_uses_up_at_most_a_few_deliveries_of_a_record(

@@ -15,7 +15,9 @@ from benchmarks.profiles import Lengths, Timing
 from benchmarks.step_simulator import Schedule, SimulatedRun, StepSimulator, repeat_lengths
 from relax_events.config import RunConfig
 from relax_events.config.unset_keys import with_values
+from relax_events.controller.scaling_bounds import require_rollout_capacity
 from relax_events.events.parts import Outcome
+from relax_events.kafka.embedded.settings import SHARE_GROUP_SIZE
 from relax_events.planning.derived import derive
 from relax_events.planning.inventory import Machine
 from relax_events.staleness import IssuedGroup
@@ -58,7 +60,7 @@ def simulate(
         "max_staleness": 0,
         "colocated": False,
         "weight_update_mode": "in_flight",
-        "lanes_per_engine": 4,
+        "leases_per_engine": 4,
         "slots_per_engine": 100,
     }
     return StepSimulator(
@@ -87,9 +89,19 @@ def test_simulator_overlaps_steps_when_staleness_is_allowed() -> None:
     assert path([TWO_GROUPS] * 3, max_staleness=1) == pytest.approx([0.0, 6.3, 8.2, 16.6])
 
 
-def test_simulator_queues_prompt_groups_when_lanes_are_few() -> None:
+def test_simulator_queues_prompt_groups_when_leases_are_few() -> None:
     # One after the other: at 5 and at 9.
+    assert path([TWO_GROUPS], leases_per_engine=1) == pytest.approx([0.0, 10.1])
     assert path([TWO_GROUPS], lanes_per_engine=1) == pytest.approx([0.0, 10.1])
+
+
+def test_simulator_holds_a_lane_until_all_prompt_groups_of_its_batch_have_ended() -> None:
+    # The batch of 2 and 9 tokens holds the only lane until 9, then the third runs until 12.
+    groups = [[[2], [9], [3]]]
+    timing = {"train_token_seconds": 0.0}
+    settings = {"batch_size": 2, "timing": timing}
+    assert path(groups, lanes_per_engine=1, **settings) == pytest.approx([0.0, 12.5])
+    assert path(groups, lanes_per_engine=2, **settings) == pytest.approx([0.0, 9.5])
 
 
 def test_simulator_slows_samples_down_when_many_run() -> None:
@@ -190,10 +202,17 @@ def read_lengths(group: IssuedGroup) -> list[int]:
 
 
 def compare_with_bound(
-    *, num_slots: int, max_staleness: int, load_seconds: float = 0.0, **settings: Any
+    *,
+    num_slots: int,
+    max_staleness: int,
+    load_seconds: float = 0.0,
+    slots_per_engine: int = SLOTS_PER_ENGINE,
+    prompts_per_step: int = PROMPTS_PER_STEP,
+    share_group_size: int = SHARE_GROUP_SIZE,
+    **settings: Any,
 ) -> float:
-    """Simulate 20 steps of 1,000 samples with a mean of 5,190 tokens, by the settings that a run
-    file gets which leaves them out.
+    """Simulate 20 steps of samples with a mean of 5,190 tokens, by the settings that a run file
+    gets which leaves them out.
 
     The bound of a step's time is the largest of
     - the trainer's time for a step, and its update,
@@ -204,8 +223,8 @@ def compare_with_bound(
     Returns:
         The bound divided by the mean step time of the last 15 steps.
     """
-    slots = min(num_slots, SLOTS_PER_ENGINE)
-    num_tokens = PROMPTS_PER_STEP * SAMPLES_PER_PROMPT * MEAN_TOKENS
+    slots = min(num_slots, slots_per_engine)
+    num_tokens = prompts_per_step * SAMPLES_PER_PROMPT * MEAN_TOKENS
     timing = Timing(
         lengths=Lengths(median_tokens=1, sigma=0, cap_tokens=CAP, record_divisor=1),
         time_scale=1.0,
@@ -224,7 +243,7 @@ def compare_with_bound(
             "run": {
                 "id": "mine",
                 "num_steps": 20,
-                "prompts_per_step": PROMPTS_PER_STEP,
+                "prompts_per_step": prompts_per_step,
                 "samples_per_prompt": SAMPLES_PER_PROMPT,
                 "max_staleness": max_staleness,
             }
@@ -232,10 +251,15 @@ def compare_with_bound(
             "model": {"path": "model"},
             "data": {"source": "jsonl:rows"},
             "engine": {"max_running_samples": slots},
+            "workers": {"rollout": num_slots // slots},
         }
     )
     derived = derive(run, {}, Machine(16, 2**37, (), {"trainer": 1}))
-    schedule = Schedule.from_config(with_values(run, {one.key: one.value for one in derived}))
+    require_rollout_capacity(run, share_group_size)
+    schedule = Schedule.from_config(
+        with_values(run, {one.key: one.value for one in derived}),
+        share_group_size=share_group_size,
+    )
     published = StepSimulator(timing, schedule, read_lengths).run().published
     bound = max(
         TRAIN_SECONDS + timing.update_seconds,
@@ -267,6 +291,35 @@ def test_steps_by_default_take_at_most_a_tenth_longer_than_the_slower_side(
     assert (
         compare_with_bound(
             num_slots=num_slots, max_staleness=max_staleness, load_seconds=load_seconds
+        )
+        >= 0.9
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "slots_per_engine", "prompts_per_step", "max_staleness"),
+    [
+        (4096, 64, 125, 2),  # 64 workers
+        (4096, 32, 125, 4),  # 128 workers with room for four prompt groups
+        (1024, 64, 32, 4),
+        (1024, 256, 32, 4),
+        *(
+            pytest.param(num_slots, slots, prompts, staleness, marks=pytest.mark.long)
+            for num_slots, slots in ((1024, 64), (2048, 64), (4096, 64), (4096, 32))
+            for prompts in (32, 64)
+            for staleness in (1, 2, 4)
+        ),
+    ],
+)
+def test_many_workers_and_small_steps_are_no_slower_by_default(
+    num_slots: int, slots_per_engine: int, prompts_per_step: int, max_staleness: int
+) -> None:
+    assert (
+        compare_with_bound(
+            num_slots=num_slots,
+            slots_per_engine=slots_per_engine,
+            prompts_per_step=prompts_per_step,
+            max_staleness=max_staleness,
         )
         >= 0.9
     )

@@ -5,6 +5,7 @@ engine can hold.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,10 @@ from relax_events.config import RunConfig
 from relax_events.controller.scaling_admission import RejectedError, admit
 from relax_events.controller.scaling_bounds import (
     ScalingBounds,
-    read_share_group_size,
     require_rollout_capacity,
 )
 from relax_events.errors import BrokerRefused, ConfigError
+from relax_events.kafka.leases import read_share_group_size
 from relax_events.projections.scale_requests import Kind, ScaleCommand
 from relax_events.projections.scaling import ScaleState
 
@@ -86,46 +87,109 @@ def test_lease_is_small_enough_for_all_workers_that_the_autoscaler_may_start(
     assert config.prompt_groups_per_lease() == 2
 
 
-def test_run_with_more_lanes_than_the_share_group_allows_is_rejected(
+@pytest.mark.parametrize(
+    ("prompts", "staleness", "workers", "first"),
+    [
+        (128, 1, 1, 4),  # 32 of 256 prompt groups, 8 by a lease
+        (128, 1, 2, 8),
+        (128, 1, 31, 9),
+        (128, 1, 64, 4),
+        (128, 1, 1000, 1),
+        (1024, 0, 8, 8),
+        (1024, 4, 64, 16),
+        (4, 1, 16, 1),
+    ],
+)
+def test_rollout_worker_starts_with_the_lanes_that_lease_its_share(
+    make_run_config: MakeRunConfig, prompts: int, staleness: int, workers: int, first: int
+) -> None:
+    config = make_run_config(
+        run={"prompts_per_step": prompts, "max_staleness": staleness},
+        workers={"rollout": workers},
+        engine={"max_running_samples": 256},
+    )
+    assert config.num_lanes == 32
+    assert config.num_first_lanes == first
+    size = max(1000, workers * first)
+    assert config.count_workers_with_room(size) >= workers
+    assert require_rollout_capacity(config, size)
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "most", "workers"),
+    [
+        ({}, 1000, 256, 186),  # one for each admitted prompt group
+        ({"workers": {"rollout": 64}}, 1000, 256, 186),
+        ({"workers": {"rollout": 8}}, 1000, 256, 46),
+        ({"scaling": {"max_workers": 8, "autoscaler": {"enabled": True}}}, 1000, 256, 46),
+        ({"workers": {"rollout": 1000}}, 1000, 1, 1000),
+        ({}, 200, 32, 6),  # as many as lease at first
+        ({"workers": {"rollout": 8}}, 200, 25, 8),  # an equal part
+        ({"scaling": {"max_workers": 4}}, 200, 50, 4),
+        ({"engine": {"max_prompt_groups": 5}}, 1000, 5, 200),
+        ({}, None, 32, 0),
+    ],
+)
+def test_rollout_worker_may_have_the_lanes_that_leave_room_for_the_others(
+    make_run_config: MakeRunConfig,
+    settings: dict[str, Any],
+    size: int | None,
+    most: int,
+    workers: int,
+) -> None:
+    base = {
+        "run": {"prompts_per_step": 128, "max_staleness": 1},
+        "engine": {"max_running_samples": 256},
+    }
+    config = make_run_config(**(base | settings))
+    assert config.count_most_lanes(size) == most
+    if size is not None:
+        assert config.count_workers_with_room(size) == workers
+        num_needed = min(
+            workers * most, workers * config.num_first_lanes + config.num_admitted_groups
+        )
+        assert num_needed <= size
+
+
+def test_run_whose_first_lanes_the_share_group_does_not_allow_is_rejected(
     make_run_config: MakeRunConfig,
 ) -> None:
-    config = make_run_config(workers={"rollout": 7}, engine={"max_prompt_groups": 32})
+    run = {"prompts_per_step": 1024, "max_staleness": 1}
+    engine = {"max_prompt_groups": 32}
+    config = make_run_config(run=run, workers={"rollout": 64}, engine=engine)
     with pytest.raises(
         ConfigError,
-        match=r"7 rollout workers x 32 lanes = 224 members .* group.share.max.size = 200; lower engine",
+        match=r"64 rollout workers x 16 lanes at their start = 1024 members .* "
+        r"group.share.max.size = 1000; lower engine",
     ):
-        require_rollout_capacity(config, 200)
-    assert (
         require_rollout_capacity(config, 1000)
-        == "room for 31 rollout workers of 32 lanes (group.share.max.size = 1000)"
+    fewer = make_run_config(run=run, workers={"rollout": 31}, engine=engine)
+    assert require_rollout_capacity(fewer, 1000) == (
+        "room for 31 rollout workers of 8 to 32 lanes (group.share.max.size = 1000)"
     )
-    assert require_rollout_capacity(config, 224).startswith("room for 7 rollout workers of 32")
-    assert (
-        require_rollout_capacity(
-            make_run_config(
-                workers={"rollout": 7},
-                broker={"prompt_queue": "consumer_group", "queue_partitions": 7},
-            ),
-            10,
-        )
-        == "no share group"
+    by_partition = make_run_config(
+        workers={"rollout": 7}, broker={"prompt_queue": "consumer_group", "queue_partitions": 7}
     )
+    assert require_rollout_capacity(by_partition, 10) == "no share group"
 
 
-def test_share_group_size_is_read_from_the_brokers(make_run_config: MakeRunConfig) -> None:
-    config = make_run_config()
-    assert read_share_group_size(config, Brokers({"group.share.max.size": "200"})) == 200  # type: ignore[arg-type]
-    assert read_share_group_size(config, Brokers(None)) is None  # type: ignore[arg-type]
+def test_share_group_size_is_read_from_the_brokers() -> None:
+    assert read_share_group_size(Brokers({"group.share.max.size": "200"})) == 200  # type: ignore[arg-type]
+    assert read_share_group_size(Brokers({})) is None  # type: ignore[arg-type]
+    assert read_share_group_size(Brokers(None)) is None  # type: ignore[arg-type]
 
 
 def test_scaling_request_beyond_the_share_group_size_is_rejected(
     make_run_config: MakeRunConfig,
 ) -> None:
-    config = make_run_config(engine={"max_prompt_groups": 32})
+    config = make_run_config(
+        run={"prompts_per_step": 128}, engine={"max_prompt_groups": 32}, workers={"rollout": 1}
+    )
     bounds = ScalingBounds.from_config(config, is_supervised=True, share_group_size=200)
     with pytest.raises(
         RejectedError,
-        match=r"7 workers of default are more than 6: each has 32 lanes, and group.share.max.size = 200",
+        match=r"7 workers of default are more than 6: each starts with 4 lanes and may take more, "
+        r"and group.share.max.size = 200",
     ):
         admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=7), now=1)
     assert ScalingBounds.from_config(config, is_supervised=True).pools["default"].max_workers == 32
