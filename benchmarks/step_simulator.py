@@ -21,6 +21,7 @@ from relax_events.staleness import (
     BatchSlot,
     IssuedGroup,
     ReadyGroup,
+    ReadyGroups,
     admitted_steps,
     build_reissue,
     choose_submissions,
@@ -29,7 +30,6 @@ from relax_events.staleness import (
     is_expired,
     may_load,
     may_submit,
-    select_groups,
 )
 from relax_events.staleness.updating import WeightUpdateMode
 from relax_events.staleness.window import SampleOrder
@@ -190,7 +190,8 @@ class StepSimulator:
         self._engines = [SimulatedEngine() for _ in range(timing.num_engines)]
         self._samples_per_prompt = len(lengths(IssuedGroup(BatchSlot(0, 0), 0, 0)))
         self._queue: deque[list[SimulatedGroup]] = deque()
-        self._ready: dict[ReadyGroup, SimulatedGroup] = {}
+        self._ready: dict[str, SimulatedGroup] = {}
+        self._ready_groups = ReadyGroups(order=schedule.sample_order)
         self._num_trained = self._version = self._next_step = 0
         self._trainer_busy = False
         self._forward_free = 0.0
@@ -370,7 +371,8 @@ class StepSimulator:
         if outcome is not Outcome.TRAINED:
             self._end(group, outcome)
         elif not self._expire(group):
-            self._ready[_ready_group(group)] = group
+            self._ready[group.issued.prompt_group_id] = group
+            self._ready_groups.apply([_ready_group(group)], removed=())
             self._train()
 
     def _expire(self, group: SimulatedGroup) -> bool:
@@ -381,7 +383,9 @@ class StepSimulator:
             max_staleness=self._schedule.max_staleness,
         )
         if expired:
-            self._ready.pop(_ready_group(group), None)
+            group_id = group.issued.prompt_group_id
+            self._ready.pop(group_id, None)
+            self._ready_groups.apply((), removed=[group_id])
             self._num_expired += 1
             self._end(group, Outcome.EXPIRED)
         return expired
@@ -397,19 +401,13 @@ class StepSimulator:
         """Start on the next prompt group of the step, as soon as there is one; colocated, only when
         all are there.
         """
-        num_missing = self._schedule.prompts_per_step - self._num_trained
-        if self._trainer_busy or not self._ready:
+        schedule, version = self._schedule, self._version
+        num_needed = schedule.prompts_per_step - self._num_trained if schedule.colocated else 1
+        if self._trainer_busy or self._ready_groups.count_eligible(version) < num_needed:
             return
-        chosen = select_groups(
-            self._ready,
-            trainer_version=self._version,
-            count=num_missing,
-            order=self._schedule.sample_order,
-        )
-        if not chosen or (self._schedule.colocated and len(chosen) < num_missing):
-            return
+        (chosen,) = self._ready_groups.take(1, trainer_version=version)
         seconds = self._timing.to_train_seconds if self._num_trained == 0 else 0.0
-        group = self._ready.pop(chosen[0])
+        group = self._ready.pop(chosen.prompt_group_id)
         self._generations[self._version] = max(
             self._generations[self._version], group.num_generations
         )
