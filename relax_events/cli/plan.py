@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ def plan(
 
 def _print(planned: PlannedRun) -> None:
     from relax_events.cli.output import print_rows
+    from relax_events.planning.inventory import format_bytes
     from relax_events.planning.run_plan import NO_CHANGE
 
     model, device, plan = planned.facts, planned.device, planned.plan
@@ -59,7 +61,7 @@ def _print(planned: PlannedRun) -> None:
     )
     print(
         f"{planned.num_devices} x {device.name} of {device.num_bytes / GB:.1f} GB; the largest "
-        f"micro-batch has {plan.tokens:,} tokens\n"
+        f"pass of the trainer has {plan.tokens:,} tokens\n"
     )
     print_rows(["device", "worker", "GB", "of it"], _rows(plan))
     print()
@@ -77,6 +79,14 @@ def _print(planned: PlannedRun) -> None:
         print(
             f"the copy of a version takes {plan.version_bytes / GB:.1f} GB of the memory of the "
             "host of the trainer's first rank (weights.async_publish)"
+        )
+    if episode := plan.episode:
+        passes = f"{episode.num_passes} passes of at most {plan.tokens:,} tokens"
+        print(
+            f"an episode of up to {episode.num_paths} paths of {episode.path_tokens:,} tokens "
+            f"(environment.max_turns, engine.max_context_tokens) is trained in "
+            f"{passes if episode.num_passes > 1 else 'one pass'}; its arrays take up to "
+            f"{format_bytes(episode.host_bytes)} of host memory"
         )
     used = {device.index for device in plan.devices}
     if unused := [index for index in range(planned.num_devices) if index not in used]:
@@ -166,10 +176,11 @@ def _as_tree(planned: PlannedRun) -> dict[str, Any]:
         "change": plan.change,
         "device": planned.device.name,
         "num_devices": planned.num_devices,
-        "micro_batch_tokens": plan.tokens,
+        "pass_tokens": plan.tokens,
         "sample_tokens": planned.sample_tokens,
         "host_bytes": plan.host_bytes,
         "version_bytes": plan.version_bytes,
+        "episode": None if plan.episode is None else asdict(plan.episode),
         "seconds": None if plan.seconds is None else _stages(plan.seconds),
         "devices": [
             {

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import EngineConfig
 from relax_events.config.run_config import RunConfig
-from relax_events.config.training import TrainerConfig
 from relax_events.config.unset_keys import with_values
 from relax_events.errors import ConfigError
 from relax_events.planning.device_specs import DeviceSpec
@@ -28,6 +27,9 @@ CPU = "CPU"
 PLANNED_BACKENDS = ("torch", "megatron")
 NO_CHANGE = "no setting of this backend makes it fit"
 DEVICE_COUNTS = (2, 4, 8, 16, 32, 64, 128, 256, 512)
+ARRAY_BYTES = 29
+"""Of a token on the host: its id, whether it is a loss token, its advantage, and log-probabilities
+and values of up to five roles."""
 UTILISATION, BANDWIDTH_UTILISATION = 0.4, 0.6
 """Shares of a device's speed and bandwidth that training and decoding are reckoned to reach."""
 
@@ -85,18 +87,48 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodePlan:
+    """The longest episode of programs that branch: at most `num_paths` of `path_tokens` each, which
+    the trainer runs in `num_passes` where they share nothing. Its arrays take up to `host_bytes`,
+    besides routed experts and the teacher's tokens.
+    """
+
+    num_paths: int
+    path_tokens: int
+    num_passes: int
+    host_bytes: int
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> EpisodePlan | None:
+        """Return it, or None where a sample has one path."""
+        environment, path_tokens = config.environment, config.engine.max_context_tokens or 0
+        if not environment.has_programs or environment.trained_paths == "last" or not path_tokens:
+            return None
+        num_paths = environment.max_turns
+        together = max(1, (config.trainer.max_tokens_per_micro_batch or 0) // path_tokens)
+        is_cut = config.trainer.backend == "torch"
+        return cls(
+            num_paths,
+            path_tokens,
+            -(-num_paths // together) if is_cut else 1,
+            num_paths * path_tokens * ARRAY_BYTES,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RunPlan:
     """The plan of a run.
 
     Attributes:
         devices: Each device that has workers.
-        tokens: Of the largest micro-batch: the budget, or one sample of the longest length.
+        tokens: Of the largest pass: the budget, or one path of the longest length.
         host_bytes: What the optimizers of all ranks take of the memory of their hosts, in addition
             to the devices (`trainer.offload_optimizer`).
         version_bytes: What the copy of a version takes of the memory of rank 0's host, in addition
             to the devices (`weights.async_publish`).
         seconds: Estimate; None where the device's speed is unknown.
         change: The smallest change that fits, where this does not; empty if none is known.
+        episode: None where a sample has one path.
     """
 
     devices: tuple[PlannedDevice, ...]
@@ -105,6 +137,7 @@ class RunPlan:
     change: str = ""
     host_bytes: int = 0
     version_bytes: int = 0
+    episode: EpisodePlan | None = None
 
     @property
     def fits(self) -> bool:
@@ -199,6 +232,7 @@ def _plan(
         seconds,
         host_bytes=models.host_bytes,
         version_bytes=models.version_bytes if models.on_gpu else 0,
+        episode=EpisodePlan.of_run(config),
     )
 
 
@@ -376,13 +410,18 @@ def _estimate(
             ),
             default=0.0,
         ),
-        training=forward * _passes(trainer) / speed / trainer.ranks,
+        training=forward * _passes(config, sample_tokens) / speed / trainer.ranks,
     )
 
 
-def _passes(trainer: TrainerConfig) -> float:
-    """Forward passes that a train step costs: backward takes two, recomputation one more."""
-    return 3.0 + (trainer.activation_checkpointing != "none")
+def _passes(config: RunConfig, sample_tokens: int) -> float:
+    """Forward passes that a train step costs: backward takes two, recomputation one more, and so
+    do samples of several passes.
+    """
+    trainer, episode = config.trainer, EpisodePlan.of_run(config)
+    is_cut = episode is not None and episode.num_passes > 1
+    is_above = sample_tokens > (trainer.max_tokens_per_micro_batch or 0)
+    return 3.0 + (trainer.activation_checkpointing != "none") + (is_cut and is_above)
 
 
 def _forward_flops(model: CheckpointFacts, sample_tokens: int) -> float:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from relax_events.training.batch.step_plan import GroupSize, PlanRules, StepPlan, plan_step
 
 LONGEST = 20_000
-LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=6).map(tuple)
+PATHS = st.lists(st.integers(1, 400), min_size=1, max_size=3).map(tuple)
+LENGTHS = st.lists(PATHS, min_size=1, max_size=6).map(tuple)
 GROUPS = st.lists(LENGTHS, max_size=24).map(
     lambda rows: [GroupSize(f"{index:04d}", row) for index, row in enumerate(rows)]
 )
@@ -40,9 +41,9 @@ def test_each_sample_is_trained_once_within_the_budget(
         for sample in one
     )
     assert planned == [
-        (group.prompt_group_id, index, length)
+        (group.prompt_group_id, index, sum(paths))
         for group in groups
-        for index, length in enumerate(group.lengths)
+        for index, paths in enumerate(group.lengths)
     ]
     for one in micro_batches:
         units = {s.prompt_group_id if rules.whole_prompt_groups else s for s in one}
@@ -97,7 +98,10 @@ def efficiency_of(plan: StepPlan, rules: PlanRules) -> float:
     """Compute a plan's efficiency from its samples alone."""
     costs = np.array(
         [
-            [sum(s.length + rules.attention_cost * s.length**2 for s in one) for one in mine]
+            [
+                sum(n + rules.attention_cost * n**2 for sample in one for n in sample.path_lengths)
+                for one in mine
+            ]
             for mine in plan.micro_batches
         ]
     )
@@ -136,7 +140,8 @@ def test_eight_ranks_are_used_to_95_percent(
     for seed in range(5):
         lengths = draw_lengths(kind, np.random.default_rng(seed), groups=num_groups)
         groups = [
-            GroupSize(f"{index:04d}", tuple(row)) for index, row in enumerate(lengths.tolist())
+            GroupSize(f"{index:04d}", tuple((length,) for length in row))
+            for index, row in enumerate(lengths.tolist())
         ]
         assert efficiency_of(plan_step(groups, rules), rules) >= 0.95
 
@@ -148,7 +153,8 @@ def test_rounds_are_balanced_where_ranks_wait_in_each(kind: str) -> None:
     for seed in range(10):
         lengths = draw_lengths(kind, np.random.default_rng(seed), groups=64)
         groups = [
-            GroupSize(f"{index:04d}", tuple(row)) for index, row in enumerate(lengths.tolist())
+            GroupSize(f"{index:04d}", tuple((length,) for length in row))
+            for index, row in enumerate(lengths.tolist())
         ]
         found.append(efficiency_of(plan_step(groups, rules), rules))
 
@@ -157,7 +163,7 @@ def test_rounds_are_balanced_where_ranks_wait_in_each(kind: str) -> None:
 
 
 def test_prompt_groups_of_equal_lengths_are_not_split() -> None:
-    groups = [GroupSize(f"{index:04d}", (1000,) * 8) for index in range(64)]
+    groups = [GroupSize(f"{index:04d}", ((1000,),) * 8) for index in range(64)]
 
     plan = plan_step(groups, PlanRules(num_ranks=8, max_tokens=32_000))
 
@@ -166,7 +172,7 @@ def test_prompt_groups_of_equal_lengths_are_not_split() -> None:
 
 
 def test_sample_above_the_budget_has_a_micro_batch_of_its_own() -> None:
-    groups = [GroupSize("a", (5000,)), GroupSize("b", (10, 20))]
+    groups = [GroupSize("a", ((5000,),)), GroupSize("b", ((10,), (20,)))]
 
     plan = plan_step(groups, PlanRules(num_ranks=1, max_tokens=100))
 
@@ -174,3 +180,18 @@ def test_sample_above_the_budget_has_a_micro_batch_of_its_own() -> None:
         [5000],
         [10, 20],
     ]
+
+
+def test_paths_of_a_sample_cost_as_much_as_samples_of_one_path() -> None:
+    """Attention runs along each path: 10 paths of 1,000 tokens are no path of 10,000."""
+    branched = [GroupSize(f"{index:04d}", ((1000,) * 10,) * 2) for index in range(8)]
+    straight = [GroupSize(f"{index:04d}", ((10_000,),) * 2) for index in range(8, 10)]
+    rules = PlanRules(num_ranks=2, max_tokens=20_000, attention_cost=1e-3)
+
+    plan = plan_step([*branched, *straight], rules)
+
+    # by hand: 16 samples of 10 x 1,000 x (1 + 1), 4 of 10,000 x (1 + 10): two of the latter a rank
+    assert plan.efficiency == 1.0
+    assert [
+        sorted(sample.path_lengths for one in mine for sample in one) for mine in plan.micro_batches
+    ] == [[(1000,) * 10] * 8 + [(10_000,)] * 2] * 2

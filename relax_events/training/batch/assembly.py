@@ -48,7 +48,7 @@ class _Buffered:
     held: HeldSample
     sample_index: int
     samples_per_prompt: int
-    num_tokens: int
+    path_lengths: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -223,7 +223,10 @@ class BatchAssembler:
         if sample.sample_id in samples:
             return
         samples[sample.sample_id] = _Buffered(
-            held, sample.key.sample_index, sample.key.samples_per_prompt, len(sample.tokens)
+            held,
+            sample.key.sample_index,
+            sample.key.samples_per_prompt,
+            tuple(sample.path_lengths) or (len(sample.tokens),),
         )
         self._note_readiness(group_id)
 
@@ -302,9 +305,9 @@ class BatchAssembler:
         self._ready.pop(group.prompt_group_id, None)
         return [buffered.held for buffered in self._ordered(group)]
 
-    def lengths(self, group: ReadyGroup) -> list[int]:
-        """Return the tokens of a ready prompt group's samples, in order."""
-        return [buffered.num_tokens for buffered in self._ordered(group)]
+    def lengths(self, group: ReadyGroup) -> list[tuple[int, ...]]:
+        """Return the tokens of each path of a ready prompt group's samples, in order."""
+        return [buffered.path_lengths for buffered in self._ordered(group)]
 
     def _ordered(self, group: ReadyGroup) -> list[_Buffered]:
         samples = self._partial_groups[group.prompt_group_id][group.policy_version].complete() or {}

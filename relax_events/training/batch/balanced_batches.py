@@ -196,4 +196,8 @@ class BalancedBatches(LiveBatches):
 
 
 def _read_sizes(rows: Iterable[bytes]) -> list[GroupSize]:
-    return [GroupSize(name, tuple(lengths)) for row in rows for name, lengths in orjson.loads(row)]
+    return [
+        GroupSize(name, tuple(map(tuple, lengths)))
+        for row in rows
+        for name, lengths in orjson.loads(row)
+    ]

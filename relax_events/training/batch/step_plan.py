@@ -26,19 +26,26 @@ SEARCH_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """A prompt group and the tokens of each of its samples, in order."""
+    """A prompt group and, for each of its samples in order, the tokens of each path."""
 
     prompt_group_id: str
-    lengths: tuple[int, ...]
+    lengths: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSample:
-    """A sample of the step: `index` counts the samples of its prompt group."""
+    """A sample of the step: `index` counts the samples of its prompt group, and it has
+    `path_lengths` tokens.
+    """
 
     prompt_group_id: str
     index: int
-    length: int
+    path_lengths: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens of all paths."""
+        return sum(self.path_lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +67,11 @@ class PlanRules:
     whole_prompt_groups: bool = False
     waits_each_round: bool = False
 
-    def cost(self, length: int) -> float:
-        """Return the cost of a sample, in tokens of a model without attention."""
-        return length * (1 + self.attention_cost * length)
+    def cost(self, sample: PlannedSample) -> float:
+        """Return the cost of a sample, in tokens of a model without attention; tokens attend to
+        those of their own path.
+        """
+        return sum(length * (1 + self.attention_cost * length) for length in sample.path_lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +129,8 @@ def plan_step(groups: Iterable[GroupSize], rules: PlanRules) -> StepPlan:
     """
     samples = [
         [
-            PlannedSample(group.prompt_group_id, index, length)
-            for index, length in enumerate(group.lengths)
+            PlannedSample(group.prompt_group_id, index, path_lengths)
+            for index, path_lengths in enumerate(group.lengths)
         ]
         for group in sorted(groups, key=lambda group: group.prompt_group_id)
     ]
@@ -150,7 +159,7 @@ def _units(members: Sequence[PlannedSample], rules: PlanRules, *, split: int) ->
             num_tokens = sample.length
     return [
         _Unit(
-            sum(rules.cost(sample.length) for sample in unit),
+            sum(rules.cost(sample) for sample in unit),
             sum(sample.length for sample in unit),
             tuple(unit),
         )

@@ -89,3 +89,21 @@ def test_optimizer_without_state_takes_none(
     planned = json.loads(capsys.readouterr().out)
     parts = planned["devices"][0]["workers"]["trainer-0"]
     assert (parts["optimizer"], planned["host_bytes"]) == (0, 0)
+
+
+def test_longest_episode_of_a_program_is_planned(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (
+        'environment.command=["true"]',
+        "environment.max_turns=40",
+        "engine.max_context_tokens=16000",
+        "trainer.max_tokens_per_micro_batch=16384",
+    )
+    assert plan(run_file, *settings, devices="MyCard-900GB") == 0
+    printed = capsys.readouterr().out
+    assert (
+        "an episode of up to 40 paths of 16,000 tokens (environment.max_turns, "
+        "engine.max_context_tokens) is trained in 40 passes of at most 16,384 tokens; its arrays "
+        "take up to 18.6 MB of host memory"
+    ) in printed

@@ -12,7 +12,13 @@ from relax_events.errors import ConfigError
 from relax_events.planning.device_specs import DeviceSpec, parse_devices
 from relax_events.planning.inventory import CheckpointFacts
 from relax_events.planning.memory import MemoryParts
-from relax_events.planning.run_plan import PlannedDevice, PlannedWorker, RunPlan, plan_run
+from relax_events.planning.run_plan import (
+    EpisodePlan,
+    PlannedDevice,
+    PlannedWorker,
+    RunPlan,
+    plan_run,
+)
 
 pytestmark = pytest.mark.unit
 MIDDLE = CheckpointFacts("bfloat16", 4_022_468_096, 151_936, 2560, 36, 32, 8, 128, 9728, 40_960)
@@ -169,6 +175,45 @@ def test_stages_are_named_where_tensors_do_not_suffice() -> None:
 
 def test_too_long_samples_count_as_a_micro_batch_of_their_own() -> None:
     assert plan(max_tokens_per_micro_batch=256).tokens == 4096
+
+
+PROGRAM = {"command": ["true"], "max_turns": 40}
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_passes"),
+    # 40 paths of 4,096 tokens: two in a pass of 10,000; each alone where none fits
+    [(10_000, 20), (4096, 40), (256, 40)],
+)
+def test_episode_is_planned_in_passes(budget: int, num_passes: int) -> None:
+    found = plan(max_tokens_per_micro_batch=budget, sections={"environment": PROGRAM})
+    assert found.tokens == max(budget, 4096)
+    assert found.episode == EpisodePlan(40, 4096, num_passes, host_bytes=40 * 4096 * 29)
+
+
+def test_megatron_trains_an_episode_in_one_pass() -> None:
+    found = plan(backend="megatron", sections={"environment": PROGRAM})
+    assert found.episode == EpisodePlan(40, 4096, 1, host_bytes=40 * 4096 * 29)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"function": "zoom", "max_turns": 40}, PROGRAM | {"trained_paths": "last"}],
+    ids=["none", "function", "last path"],
+)
+def test_samples_of_one_path_are_no_episodes_with_passes(environment: dict[str, Any]) -> None:
+    assert plan(sections={"environment": environment}).episode is None
+
+
+@pytest.mark.parametrize(("sample_tokens", "num_forwards"), [(4096, 3), (40_960, 4)])
+def test_passes_cost_one_forward_more(sample_tokens: int, num_forwards: int) -> None:
+    found = plan(ranks=2, sample_tokens=sample_tokens, sections={"environment": PROGRAM})
+    assert found.seconds is not None
+    # the forward passes of two ranks, and of the one worker that scores
+    assert 2 * found.seconds.training == pytest.approx(num_forwards * found.seconds.scoring)
+    alone = plan(ranks=2, sample_tokens=sample_tokens).seconds
+    assert alone is not None
+    assert 2 * alone.training == pytest.approx(3 * alone.scoring)
 
 
 def test_seconds_follow_from_speed_and_bandwidth() -> None:
