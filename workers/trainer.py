@@ -28,7 +28,7 @@ import structlog
 
 from relax_events.config import RunConfig, TrainerConfig
 from relax_events.config.topology import Topology
-from relax_events.errors import ConfigError, StepNotFinite
+from relax_events.errors import ConfigError, OutOfMemory, StepNotFinite
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import SampleReady
 from relax_events.kafka.log_reader import LogReader
@@ -65,6 +65,7 @@ from relax_events.training.replay.parent_steps import (
 )
 from relax_events.training.replay.recorded_batches import RecordedBatches
 from relax_events.training.replay.recovery import Recovery
+from relax_events.training.smaller_steps import SmallerSteps
 from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
 
@@ -140,7 +141,12 @@ class TrainLoop:
             store, ranks=ranks, keep=self._config.trainer.keep_checkpoints
         )
         self._opener = BatchOpener(
-            self._config, ranks, self._accumulate, backend.discard, self._set_max_cells
+            self._config,
+            ranks,
+            self._accumulate,
+            backend.discard,
+            self._set_max_cells,
+            SmallerSteps(store, ranks),
         )
         self._shares: list[RankStepResult] = []
         self._schedule = CheckpointSchedule(self._checkpoints, ranks, self._config.trainer)
@@ -214,6 +220,7 @@ class TrainLoop:
         self._build_step_parts(history)
         self._open_batches(history)
         recovery.publish_missing_weights(self._publisher)
+        self._opener.smaller.read(self._backend.policy_version)
         return history.num_steps
 
     def _build_step_parts(self, history: TrainingHistory) -> None:
@@ -382,6 +389,11 @@ class TrainLoop:
                 log.error("update.skipped", train_step=step, error=str(error))
                 self._backend.skip_step()
                 return None
+            except OutOfMemory as error:  # other ranks wait, or the weights have moved
+                failpoint("trainer.out_of_memory")
+                budget = self._config.trainer.max_tokens_per_micro_batch
+                self._opener.smaller.write(step, error, budget=budget)
+                raise
         has_engine = self._config.algorithm.has_rewards
         if has_engine and self._has_start_weights:
             bound = self._config.trainer.max_start_mismatch

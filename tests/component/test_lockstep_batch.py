@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from event_samples import ready
+import numpy as np
+from event_samples import changed, ready
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadRank, run_ranks
 
 from relax_events.config.topology import Topology
-from relax_events.errors import ObjectError, PoisonSample
+from relax_events.errors import ObjectError, OutOfMemory, PoisonSample
 from relax_events.events.types import SampleReady
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.balanced_batches import (
@@ -25,6 +26,9 @@ from relax_events.training.batch.lockstep_batch import (
     LockstepBatch,
     UndecodedSample,
 )
+from relax_events.training.batch.packing import micro_batch_slices
+from relax_events.training.batch.row_layout import read_array
+from relax_events.training.batch.step_batch import PassBudget
 from relax_events.training.step_record import RankStepResult
 
 PER_GROUP = 3
@@ -59,14 +63,47 @@ class Backend:
         self.trained = []
 
 
-def undecoded(name: SampleName, lost: set[SampleName]) -> UndecodedSample:
+class SmallDevice(Backend):
+    """Runs passes of consecutive samples, and has memory for so many tokens of one; an error leaves
+    a part of the step behind.
+    """
+
+    def __init__(self, poison: set[str], max_tokens: int) -> None:
+        super().__init__(poison)
+        self.memory, self.max_cells = max_tokens, 0
+
+    def set_max_cells(self, max_cells: int) -> None:
+        """Take a budget."""
+        self.max_cells = max_cells
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Keep the ids, as far as the memory suffices."""
+        lengths = [len(read_array(sample, "tokens")) for sample in micro_batch]
+        for part in micro_batch_slices(lengths, max_tokens=self.max_cells):
+            if (size := sum(lengths[part])) > self.memory:
+                self.trained.append("a part of one that did not fit")
+                raise OutOfMemory(
+                    "out of memory: too large",
+                    sample_id=micro_batch[part.start].sample_id,
+                    num_paths=len(lengths[part]),
+                    num_cells=size,
+                )
+        super().accumulate(micro_batch)
+
+
+def undecoded(
+    name: SampleName, lost: set[SampleName], num_tokens: int | None = None
+) -> UndecodedSample:
     """Return a sample that is decoded later, unless it is lost."""
     group, index = name
 
     def decode() -> LocatedSample:
         if name in lost:
             raise ObjectError(f"sample {index} of {id_of(group)} is lost")
-        return LocatedSample(ready(id_of(group), index, of=PER_GROUP), group, index)
+        sample = ready(id_of(group), index, of=PER_GROUP)
+        if num_tokens is not None:
+            sample = changed(sample, tokens=np.ones(num_tokens, np.int32))
+        return LocatedSample(sample, group, index)
 
     return UndecodedSample(id_of(group), (group, index), decode)
 
@@ -97,6 +134,7 @@ def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
             trainer_version=0,
             accumulate=backend.accumulate,
             discard=backend.discard,
+            passes=PassBudget(lambda _: None, budget=1000),
         )
         mine = [
             [
@@ -126,6 +164,81 @@ def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
         assert batch.share.micro_batches == sorted(batch.share.micro_batches)
 
 
+LENGTH, BUDGET = 10, 60
+
+
+@settings(max_examples=60)
+@given(
+    owners=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 1)),
+        min_size=len(EVERY),
+        max_size=len(EVERY),
+    ),
+    memory=st.integers(LENGTH, BUDGET),
+    long=SAMPLES,
+    poison=SAMPLES,
+)
+def test_ranks_train_again_together_in_passes_that_fit_without_what_fits_none(
+    owners: list[tuple[int, int]],
+    memory: int,
+    long: set[SampleName],
+    poison: set[SampleName],
+) -> None:
+    def program(rank: ThreadRank) -> tuple[SmallDevice, LockstepBatch, list[ExcludedGroup]]:
+        backend = SmallDevice({f"{id_of(group)}/{index}" for group, index in poison}, memory)
+        batch = LockstepBatch(
+            RankStepResult(rank.rank),
+            rank,
+            trainer_version=0,
+            accumulate=backend.accumulate,
+            discard=backend.discard,
+            passes=PassBudget(backend.set_max_cells, budget=BUDGET),
+        )
+        mine = [
+            [
+                undecoded(name, set(), 2 * BUDGET if name in long else LENGTH)
+                for name, at in zip(EVERY, owners, strict=True)
+                if at == (rank.rank, number)
+            ]
+            for number in range(2)
+        ]
+        return backend, batch, batch.train(mine)
+
+    results = run_ranks(Topology.of(3), program)
+
+    bad = {id_of(group) for group, _ in long | poison}
+    expected = sorted(
+        f"{id_of(group)}/{index}" for group, index in EVERY if id_of(group) not in bad
+    )
+    assert sorted(name for backend, _, _ in results for name in backend.trained) == expected
+    assert sorted(name for _, batch, _ in results for name in batch.share.sample_ids) == expected
+    assert len({backend.num_calls for backend, _, _ in results}) == 1
+    (max_cells,) = {backend.max_cells for backend, _, _ in results}
+    for _, batch, excluded in results:
+        assert batch.share.max_cells == (0 if max_cells == BUDGET else max_cells)
+        assert {group.prompt_group_id for group in excluded} == bad
+        for group in excluded:  # records of what is too large are valid
+            assert bool(group.positions) == ("poison" in group.error)
+
+
+def test_recorded_step_begins_with_its_passes_on_all_ranks() -> None:
+    def program(rank: ThreadRank) -> tuple[int, int]:
+        backend = SmallDevice(set(), BUDGET)
+        passes = PassBudget(backend.set_max_cells, budget=BUDGET, max_cells=20)
+        batch = LockstepBatch(
+            RankStepResult(rank.rank),
+            rank,
+            trainer_version=0,
+            accumulate=backend.accumulate,
+            discard=backend.discard,
+            passes=passes,
+        )
+        batch.train([[undecoded((rank.rank, 0), set())]])
+        return backend.max_cells, batch.share.max_cells
+
+    assert run_ranks(Topology.of(2), program) == [(20, 20)] * 2
+
+
 def test_micro_batches_of_a_second_part_of_a_step_are_counted_on() -> None:
     def program(rank: ThreadRank) -> RankStepResult:
         backend = Backend(set())
@@ -135,6 +248,7 @@ def test_micro_batches_of_a_second_part_of_a_step_are_counted_on() -> None:
             trainer_version=0,
             accumulate=backend.accumulate,
             discard=backend.discard,
+            passes=PassBudget(lambda _: None, budget=1000),
         )
         batch.train([[undecoded((rank.rank, 0), set())]])
         batch.train([[undecoded((2, index), set())] for index in range(rank.rank)])
@@ -164,6 +278,7 @@ def test_peers_train_the_same_and_the_data_leader_alone_records_it() -> None:
             trainer_version=0,
             accumulate=backend.accumulate,
             discard=backend.discard,
+            passes=PassBudget(lambda _: None, budget=1000),
         )
         assert all(
             sample.value == f"{sample.partition} {sample.offset}".encode()

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -138,9 +139,20 @@ NUM_STEPS = 4
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"ranks": 2},
+        pytest.param({"num_mini_batches": 2}, marks=pytest.mark.long),
+        {"ranks": 2, "sharding": "full"},
+    ],
+    ids=["one rank", "two ranks", "mini-batches", "sharded"],
+)
 def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_its_prompt_group(
-    start_run: Callable[..., FaultRun], directory: Path, tmp_path: Path
+    settings: dict[str, Any], start_run: Callable[..., FaultRun], directory: Path, tmp_path: Path
 ) -> None:
+    """Passes run in `accumulate`, or in the optimizer step, where an error ends the process."""
     file = tmp_path / "agent.py"
     file.write_text(AGENT)
     run = start_run(
@@ -155,10 +167,13 @@ def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_i
         trainer={
             "backend": f"{directory / 'trainer.py'}:Small",
             "max_tokens_per_micro_batch": BUDGET,
-        },
+        }
+        | settings,
     )
     # killed before the gradients are discarded, and after a step that has smaller passes
-    run.arm("trainer.out_of_memory:2=kill", "trainer.after_commit:2=kill")
+    # in the optimizer step, a process comes to each of them once
+    count = "" if settings.keys() & {"num_mini_batches", "sharding"} else ":2"
+    run.arm(f"trainer.out_of_memory{count}=kill", f"trainer.after_commit{count}=kill")
     assert run.wait_until_ended(run.start(), timeout_seconds=600) == 0
     assert len(run.fired()) == 2
     assert assert_ledger_balances(run)["outcomes"]["failed"] == 2
@@ -169,7 +184,7 @@ def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_i
     assert {one.prompt_group_id for one in failed} == {"000001-0001-0", "000003-0003-0"}
     for one in failed:
         assert one.outcome is Outcome.FAILED
-        assert f"out of memory: a path of sample {one.prompt_group_id}/" in one.reason
+        assert one.reason.startswith("out of memory: a path of ")
         assert "run.max_failed_prompt_groups" in one.reason
     steps = [run.decode(record) for record in run.records("control.train-steps")]
     assert all(isinstance(one, TrainStepCommitted) for one in steps)

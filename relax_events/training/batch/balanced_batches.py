@@ -127,7 +127,8 @@ class BalancedBatches(LiveBatches):
             )
 
     def _finish_batch(self, version: int) -> int:
-        excluded = self._rounds.train(self._receive_planned())
+        planned = self._receive_planned()
+        excluded = [*self._too_long, *self._rounds.train(planned)]
         for group in excluded:
             if group.prompt_group_id in self._groups:
                 self._fail(self._untrainable(group), version)
@@ -151,16 +152,15 @@ class BalancedBatches(LiveBatches):
         ):
             plan = self._plan()
             ranks_by_sample = plan.ranks_by_sample()
-            received = exchange_samples(self._samples, ranks_by_sample, ranks=self._ranks)
+            mine = [one for one in self._samples if one.sample_key in ranks_by_sample]
+            received = exchange_samples(mine, ranks_by_sample, ranks=self._ranks)
         data = self._ranks.at.data
         log.info(
             "train_batch.planned",
             efficiency=plan.efficiency,
             num_micro_batches=len(plan.micro_batches[data]),
             num_samples=len(received),
-            num_samples_sent=sum(
-                ranks_by_sample[sample.sample_key] != data for sample in self._samples
-            ),
+            num_samples_sent=sum(ranks_by_sample[sample.sample_key] != data for sample in mine),
         )
         self._sizes, self._samples = [], []
         return [
@@ -169,11 +169,22 @@ class BalancedBatches(LiveBatches):
         ]
 
     def _plan(self) -> StepPlan:
-        """Plan the prompt groups that all ranks hold; collective."""
+        """Plan the prompt groups that all ranks hold, without those that have no room in this step;
+        collective.
+        """
         rows = self._ranks.all_gather_bytes(
             orjson.dumps([(size.prompt_group_id, size.lengths) for size in self._sizes])
         )
-        return plan_step(_read_sizes(rows), self._rules())
+        sizes = _read_sizes(rows)
+        problems = {
+            size.prompt_group_id: self._bounds.describe_too_long(max(map(max, size.lengths)))
+            for size in sizes
+        }
+        self._too_long = [
+            ExcludedGroup(name, [], problem) for name, problem in problems.items() if problem
+        ]
+        fitting = [size for size in sizes if not problems[size.prompt_group_id]]
+        return plan_step(fitting, self._rules())
 
     def _rules(self) -> PlanRules:
         backend = self._commits.backend

@@ -11,6 +11,7 @@ from relax_events.training.batch.lockstep_batch import LockstepBatch
 from relax_events.training.batch.packing import MicroBatcher
 from relax_events.training.batch.step_batch import PassBudget, StepBatch
 from relax_events.training.ranks import Ranks
+from relax_events.training.smaller_steps import SmallerSteps
 from relax_events.training.step_record import RankStepResult
 
 
@@ -24,6 +25,7 @@ class BatchOpener:
         accumulate: Trains a micro-batch.
         discard: Discards what was accumulated in this step.
         set_max_cells: Sets the budget of the model's passes from here on.
+        smaller: What fits in a step that ran out of memory before.
     """
 
     config: RunConfig
@@ -31,6 +33,7 @@ class BatchOpener:
     accumulate: Callable[[Sequence[SampleReady]], None]
     discard: Callable[[], None]
     set_max_cells: Callable[[int], None]
+    smaller: SmallerSteps
 
     @property
     def is_in_rounds(self) -> bool:
@@ -65,19 +68,21 @@ class BatchOpener:
             trainer_version=version,
             accumulate=self.accumulate,
             discard=self.discard,
-            passes=PassBudget(
-                self.set_max_cells,
-                budget=self.config.trainer.max_tokens_per_micro_batch,
-                max_cells=max_cells,
-            ),
+            passes=self._budget(version, max_cells),
         )
 
-    def in_rounds(self, version: int) -> LockstepBatch:
-        """Open a batch that all ranks train in rounds."""
+    def in_rounds(self, version: int, *, max_cells: int = 0) -> LockstepBatch:
+        """Open a batch that all ranks train in rounds; `max_cells` is that of a recorded step."""
         return LockstepBatch(
             RankStepResult(self.ranks.at.data),
             self.ranks,
             trainer_version=version,
             accumulate=self.accumulate,
             discard=self.discard,
+            passes=self._budget(version, max_cells),
         )
+
+    def _budget(self, version: int, max_cells: int) -> PassBudget:
+        budget = self.config.trainer.max_tokens_per_micro_batch
+        max_cells = min(max_cells or budget, self.smaller.bounds(version).max_cells or budget)
+        return PassBudget(self.set_max_cells, budget=budget, max_cells=max_cells)

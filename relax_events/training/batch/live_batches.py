@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import orjson
 
 from relax_events.config import RunConfig
-from relax_events.errors import OutOfMemory
+from relax_events.errors import RelaxError
 from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
@@ -79,6 +79,7 @@ class LiveBatches:
         """
         share = self._begin(version)
         remaining, self._traced = self._config.run.prompts_per_step, []
+        self._bounds = self._opener.smaller.bounds(version)
         self._assembler.advance(version)
         num_taken = remaining
         while remaining:
@@ -134,10 +135,10 @@ class LiveBatches:
 
     def _fail(self, group: UntrainableGroup, version: int) -> None:
         """End a prompt group of this rank's partitions as failed, and write its invalid records to
-        the dead letters. Those of one that does not fit the device are valid.
+        the dead letters.
         """
         reason = str(group.error)
-        if not isinstance(group.error, OutOfMemory):
+        if group.positions:
             self._intake.reject(group.positions, group.error)
             reason = f"poison: {group.error}"
         self._assembler.fail(
@@ -174,7 +175,14 @@ class LiveBatches:
 
     def _feed(self, group: ReadyGroup) -> None:
         """Train a prompt group of this rank, as far as it closes micro-batches."""
+        longest = max(max(paths) for paths in self._assembler.lengths(group))
         held_samples = self._assembler.take(group)
+        if problem := self._bounds.describe_too_long(longest):
+            error = RelaxError(problem)
+            self._batch.exclude(
+                UntrainableGroup(group.prompt_group_id, group.policy_version, [], error)
+            )
+            return
         try:
             with (
                 self._commits.phases.measure("decode"),

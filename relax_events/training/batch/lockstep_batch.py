@@ -4,6 +4,9 @@ be empty. So a backend's forward pass may be collective.
 A sample that can't be read or trained costs its whole prompt group, on every rank. The ranks learn
 of it at the end of the rounds; if a part of the prompt group was trained, they train the step again
 without it, since gradients can't be subtracted.
+
+After an out-of-memory error on a rank, all train the step again, in passes of half the size. Where
+the pass was a single path, its prompt group is excluded instead.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ from typing import Any
 
 import numpy as np
 import orjson
+import structlog
 
-from relax_events.errors import PoisonSample, RelaxError
+from relax_events.errors import OutOfMemory, PoisonSample, RelaxError
 from relax_events.events.types import SampleReady
+from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.record_io import UNUSABLE
 from relax_events.training.batch.assembly import LocatedSample
+from relax_events.training.batch.step_batch import PassBudget
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_record import RankStepResult
 
+log = structlog.get_logger()
 Decode = Callable[[], LocatedSample]
 """Returns the sample; raises one of `UNUSABLE`."""
 
@@ -46,7 +53,7 @@ class UndecodedSample:
 @dataclass(frozen=True, slots=True)
 class ExcludedGroup:
     """A prompt group that can't be trained, with the (partition, offset) of its invalid records and
-    the error's text.
+    the error's text. Records of a prompt group that does not fit the device are valid.
     """
 
     prompt_group_id: str
@@ -68,6 +75,7 @@ class LockstepBatch:
         trainer_version: int,
         accumulate: Callable[[Sequence[SampleReady]], None],
         discard: Callable[[], None],
+        passes: PassBudget,
     ) -> None:
         """Start empty.
 
@@ -78,7 +86,10 @@ class LockstepBatch:
             accumulate: Trains a micro-batch, also an empty one; where it raises PoisonSample it
                 has added nothing, and called no collective.
             discard: Discards everything that was accumulated in this step.
+            passes: The budget of the model's passes, of this rank.
         """
+        share.max_cells = passes.recorded
+        self._passes, self._ran_out_of_memory = passes, False
         self.share, self._ranks, self._version = share, ranks, trainer_version
         self._accumulate, self._discard = accumulate, discard
         self._rounds: list[MicroBatch] = []
@@ -110,11 +121,18 @@ class LockstepBatch:
         self._rounds += [()] * (int(counts.max()) - len(micro_batches))
 
     def _train_round(self, micro_batch: MicroBatch) -> None:
-        located = self._decode(micro_batch)
+        located = [] if self._ran_out_of_memory else self._decode(micro_batch)
         try:
             self._accumulate([item.sample for item in located])
         except PoisonSample as error:
             self._blame(micro_batch, located, error)
+            is_trained = False
+        except OutOfMemory as error:  # kept nowhere: its frames hold tensors
+            self._make_room(located, error)
+            is_trained = False
+        else:
+            is_trained = True
+        if not is_trained:
             located = []
             self._accumulate([])
         self._trained_groups |= {item.sample.prompt_group_id for item in located}
@@ -152,19 +170,37 @@ class LockstepBatch:
                 groups[item.prompt_group_id].append(item)
         self._retries += groups.values()
 
+    def _make_room(self, located: Sequence[LocatedSample], error: OutOfMemory) -> None:
+        """Make passes smaller, or exclude the prompt group of a path that did not fit alone. What
+        this rank would train until the ranks agree would be discarded.
+        """
+        failpoint("trainer.out_of_memory")
+        log.warning("step.out_of_memory", train_step=self._version, error=str(error))
+        self._ran_out_of_memory = True
+        if error.num_paths > 1:
+            self._passes.halve(error.num_cells)
+            return
+        (sample,) = [item.sample for item in located if item.sample.sample_id == error.sample_id]
+        self._exclude(sample.prompt_group_id, [], error)
+
     def _exclude(self, group_id: str, positions: list[tuple[int, int]], error: RelaxError) -> None:
         self._failed.add(group_id)
         self._new_exclusions.append(ExcludedGroup(group_id, positions, str(error)))
 
     def _agree(self) -> None:
-        """Tell all ranks which prompt groups are excluded, add the rounds that try others again,
-        and begin again if a part of an excluded one was trained; collective.
+        """Tell all ranks which prompt groups are excluded and how large passes may be, add the
+        rounds that try others again, and begin again if a part of an excluded one was trained, or
+        a rank ran out of memory; collective.
         """
         groups, self._new_exclusions = self._new_exclusions, []
         for group in _gather_groups(groups, ranks=self._ranks):
             self._excluded.setdefault(group.prompt_group_id, group)
             self._failed.add(group.prompt_group_id)
-        is_tainted = not self._trained_groups.isdisjoint(self._excluded)
+        budgets = self._ranks.all_gather(np.array([self._passes.max_cells], np.int64))
+        self._passes.lower(int(budgets.min()))
+        self.share.max_cells = self._passes.recorded
+        is_tainted = self._ran_out_of_memory or not self._trained_groups.isdisjoint(self._excluded)
+        self._ran_out_of_memory = False
         retries, self._retries = self._retries, []
         if self._ranks.all_gather(np.array([is_tainted])).any():
             self._discard()

@@ -30,7 +30,7 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class UntrainableGroup:
     """A prompt group that can't be trained, with the (partition, offset) of its invalid records and
-    the error.
+    the error. Records of a prompt group that does not fit the device are valid.
     """
 
     prompt_group_id: str
@@ -58,8 +58,17 @@ class PassBudget:
 
     def halve(self, num_cells: int) -> None:
         """Make passes smaller than one that did not fit."""
-        self._max_cells = max(1, min(num_cells, self._max_cells) // 2)
+        self.lower(max(1, min(num_cells, self._max_cells) // 2))
+
+    def lower(self, max_cells: int) -> None:
+        """Make passes at most as large as these, as other ranks have them."""
+        self._max_cells = min(max_cells, self._max_cells)
         self._set_max_cells(self._max_cells)
+
+    @property
+    def max_cells(self) -> int:
+        """The budget."""
+        return self._max_cells
 
     @property
     def recorded(self) -> int:

@@ -319,7 +319,8 @@ class RecordedTraining:
 
     def _train_in_rounds(self, step: RecordedBatch, version: int) -> RankStepResult:
         samples = step.samples
-        batch, batcher = self._opener.in_rounds(version), self._opener.micro_batcher()
+        batch = self._opener.in_rounds(version, max_cells=step.step.max_cells)
+        batcher = self._opener.micro_batcher()
         located = {item.sample.sample_id: item for item in samples}
         closed = [*batcher.feed(item.sample for item in samples), batcher.flush() or []]
         micro_batches = [
