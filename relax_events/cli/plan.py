@@ -85,7 +85,7 @@ def _print(planned: PlannedRun) -> None:
         print(
             f"an episode of up to {episode.num_paths} paths of {episode.path_tokens:,} tokens "
             f"(environment.max_turns, engine.max_context_tokens) is trained in "
-            f"{passes if episode.num_passes > 1 else 'one pass'}; its arrays take up to "
+            f"{passes if episode.num_passes > 1 else 'one pass'}; its arrays take at most "
             f"{format_bytes(episode.host_bytes)} of host memory"
         )
     used = {device.index for device in plan.devices}

@@ -105,6 +105,11 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
+TOO_LARGE = "out of memory"
+"""What the reason of a failed prompt group begins with whose sample does not fit the trainer's
+device."""
+
+
 class Modality(StrEnum):
     """What a content part is."""
 

@@ -89,7 +89,7 @@ class StageSeconds:
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
     """The longest episode of programs that branch: at most `num_paths` of `path_tokens` each, which
-    the trainer runs in `num_passes` where they share nothing. Its arrays take up to `host_bytes`,
+    the trainer runs in `num_passes` where they share nothing. Its arrays take at most `host_bytes`,
     besides routed experts and the teacher's tokens.
     """
 

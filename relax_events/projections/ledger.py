@@ -373,6 +373,7 @@ class Ledger:
                 name: counts[name]
                 for name in ("issued", "trained", *UNTRAINED_OUTCOMES, "in_flight")
             },
+            "prompt_groups_too_large": counts["too large"],
             "prompts_skipped": dict(sorted(skipped.items())),
             "prompt_groups_external": counts["external"],
             "prompt_groups_issued_twice": totals.findings.counts.get(Rule.ISSUED_TWICE, 0),

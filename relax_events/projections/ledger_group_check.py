@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from relax_events.events.generations import DIGEST_FORM, Trajectory, digest_generation
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import TOO_LARGE, Outcome
 from relax_events.events.types import PromptGroupEnded
 from relax_events.projections.ledger_facts import Evidence, Generated, GroupFacts
 from relax_events.projections.ledger_findings import PURGED, Findings, LedgerTotals, Rule
@@ -236,6 +236,7 @@ class GroupCheck:
         elif is_issued:
             outcome = group.outcomes[0].outcome.value if group.outcomes else "in_flight"
             counts += Counter({"issued": 1, outcome: 1})
+            counts["too large"] += any(one.reason.startswith(TOO_LARGE) for one in group.outcomes)
         counts["purged groups"] += lost_issue
         counts["purged samples"] += (
             sum(not group.generated.get(name) for name in group.trained_ids)

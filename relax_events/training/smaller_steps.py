@@ -1,8 +1,9 @@
 """Remembers over a trainer's death that a step ran out of memory in its optimizer step, so that the
 next process trains the step in smaller passes, or without what fits in none.
 
-Other ranks wait in a collective then, or the weights have moved, so that the process can't go on.
-The object lies in the folder of checkpoints of the step's version, and is deleted with them.
+Other ranks wait in a collective then, or the weights have moved, so that the process can't
+continue. The object lies in the folder of checkpoints of the step's version, and is deleted with
+them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import orjson
 import structlog
 
 from relax_events.errors import OutOfMemory
+from relax_events.events.parts import TOO_LARGE
 from relax_events.objects import ObjectStore
 from relax_events.training.ranks import Ranks
 
@@ -33,7 +35,7 @@ class StepBounds:
         if not self.path_tokens or longest_path < self.path_tokens:
             return ""
         return (
-            f"out of memory: a path of {longest_path} tokens; one of {self.path_tokens} did not "
+            f"{TOO_LARGE}: a path of {longest_path} tokens; one of {self.path_tokens} did not "
             "fit the device alone in this step; lower engine.max_context_tokens, or set "
             "trainer.activation_checkpointing; run.max_failed_prompt_groups bounds how many "
             "prompt groups in a row may end so"

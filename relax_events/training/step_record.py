@@ -70,7 +70,8 @@ class RankStepResult:
 
     `rank` counts data-parallel ranks. `prompt_group_ids`, `ended` and `consumed` are of the
     partitions that the rank reads; the samples may be of others, where the ranks are balanced.
-    `max_cells` is as TrainStepCommitted has it.
+    `max_cells` is as TrainStepCommitted has it. `num_too_large` counts prompt groups that ended
+    because a sample does not fit the device.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class RankStepResult:
     completion_lengths: list[int] = field(default_factory=list)
     num_micro_batches: int = 0
     max_cells: int = 0
+    num_too_large: int = 0
     ended: list[PromptGroupEnded] = field(default_factory=list)
     consumed: list[TopicOffset] = field(default_factory=list)
     trace_headers: list[dict[str, str]] = field(default_factory=list)
@@ -227,5 +229,6 @@ class StepRecord:
                 "staleness_mean": float(staleness.mean()),
                 "completion_tokens_mean": float(np.mean(lengths)),
                 "completion_tokens_max": float(max(lengths)),
+                "prompt_groups_too_large": float(sum(result.num_too_large for result in results)),
             },
         )

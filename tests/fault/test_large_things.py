@@ -176,7 +176,8 @@ def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_i
     run.arm(f"trainer.out_of_memory{count}=kill", f"trainer.after_commit{count}=kill")
     assert run.wait_until_ended(run.start(), timeout_seconds=600) == 0
     assert len(run.fired()) == 2
-    assert assert_ledger_balances(run)["outcomes"]["failed"] == 2
+    ledger = assert_ledger_balances(run)
+    assert (ledger["outcomes"]["failed"], ledger["prompt_groups_too_large"]) == (2, 2)
     assert {len(sample.path_lengths) for sample in run.samples()} == {0, 40}
     assert max(len(sample.tokens) for sample in run.samples()) > 4 * BUDGET
     ends = [run.decode(record) for record in run.records("control.prompt-group-outcomes")]

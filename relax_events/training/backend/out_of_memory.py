@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from relax_events.errors import OutOfMemory
+from relax_events.events.parts import TOO_LARGE
 from relax_events.training.batch.packing import PackedBatch
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class PassMemory:
             "device together; lower trainer.max_tokens_per_micro_batch"
         )
         raise OutOfMemory(
-            f"out of memory: {what} ({problem})",
+            f"{TOO_LARGE}: {what} ({problem})",
             sample_id=sample_id,
             num_paths=num_paths,
             num_cells=num_cells,

@@ -77,7 +77,7 @@ class LiveBatches:
         """Train prompt groups as they become ready, until the ranks have trained a step's; return
         this rank's part, None when the drain came first.
         """
-        share = self._begin(version)
+        share = self._share = self._begin(version)
         remaining, self._traced = self._config.run.prompts_per_step, []
         self._bounds = self._opener.smaller.bounds(version)
         self._assembler.advance(version)
@@ -141,6 +141,8 @@ class LiveBatches:
         if group.positions:
             self._intake.reject(group.positions, group.error)
             reason = f"poison: {group.error}"
+        else:
+            self._share.num_too_large += 1
         self._assembler.fail(
             group.prompt_group_id,
             reason,

@@ -105,5 +105,5 @@ def test_longest_episode_of_a_program_is_planned(
     assert (
         "an episode of up to 40 paths of 16,000 tokens (environment.max_turns, "
         "engine.max_context_tokens) is trained in 40 passes of at most 16,384 tokens; its arrays "
-        "take up to 18.6 MB of host memory"
+        "take at most 18.6 MB of host memory"
     ) in printed

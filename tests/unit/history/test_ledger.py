@@ -108,6 +108,16 @@ def test_ledger_counts_trained_samples_by_their_outcome() -> None:
     }
 
 
+def test_ledger_counts_prompt_groups_that_are_too_large() -> None:
+    run = ValidRun(6)
+    assert run.ledger().totals()["prompt_groups_too_large"] == 0
+    partition, offset = run.find("control.prompt-group-outcomes", outcome=Outcome.FAILED)
+    reason = "out of memory: a path of sample 000001-0001-0/0, 20000 tokens, does not fit"
+    run.change("control.prompt-group-outcomes", offset, partition, reason=reason)
+    totals = run.ledger().totals()
+    assert (totals["prompt_groups_too_large"], totals["outcomes"]["failed"]) == (1, 1)
+
+
 @pytest.mark.parametrize("rule", TAMPERINGS)
 def test_ledger_reports_only_the_violated_rule(rule: str) -> None:
     run = ValidRun(6)

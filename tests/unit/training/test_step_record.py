@@ -121,6 +121,14 @@ def test_samples_without_a_reward_count_by_outcome_and_in_no_mean() -> None:
     assert share.outcomes == []
 
 
+def test_prompt_groups_that_are_too_large_are_counted(shares: list[RankStepResult]) -> None:
+    assert StepRecord.merge(shares).metrics["prompt_groups_too_large"] == 0.0
+    for share, count in zip(shares, (2, 1), strict=True):
+        share.num_too_large = count
+    assert StepRecord.merge(shares).metrics["prompt_groups_too_large"] == 3.0
+    assert RankStepResult.from_bytes(shares[0].to_bytes()).num_too_large == 2
+
+
 def test_step_record_has_no_reward_metrics_without_rewards(
     shares: list[RankStepResult],
 ) -> None:

@@ -23,6 +23,7 @@ const TABLE = {
   ledger_balances: ["Every issued prompt group is accounted for, no sample was trained twice or lost, and none was older than the bound.", "所有发出的提示组均有去向；没有样本丢失或被训练两次，也没有样本超过陈旧度上限。"],
   reward_10: ["Reward, first and last ten steps", "奖励（最初与最后十步）"],
   wall_time: ["Wall time", "总用时"],
+  prompt_groups_too_large: ["Prompt groups too large for the trainer's device", "超出训练设备内存的提示组"],
   prompts_skipped: ["Prompts skipped", "跳过的提示"],
   samples_generated: ["Samples generated", "生成的样本"],
   samples_trained: ["Samples trained", "训练的样本"],

@@ -31,6 +31,7 @@ export async function draw() {
       [t("throughput"), number(report.tokens_per_second)],
       [t("samples_per_second"), number(report.samples_per_second)],
       [t("prompt_group"), counts(report.outcomes)],
+      [t("prompt_groups_too_large"), number(report.prompt_groups_too_large)],
       [t("prompts_skipped"), counts(report.prompts_skipped)],
       [t("samples_generated"), number(report.samples_rolled_out)],
       [t("samples_trained"), number(report.samples_trained)],
