@@ -219,5 +219,10 @@ class AsyncMisbehaving(Misbehaving):
     async def step(self, action: str) -> Any:
         if self.tries == 1 and self.how == "waits":
             await asyncio.sleep(600)
+        if self.tries == 1 and self.how == "gathers":
+            await asyncio.gather(self.block())
         await asyncio.sleep(0)
         return super().step(action)
+
+    async def block(self) -> None:
+        time.sleep(600)

@@ -26,7 +26,7 @@ from relax_events.confinement.frames import (
 from relax_events.confinement.prints import PrintBudget
 from relax_events.confinement.profiles import Confinement
 from relax_events.confinement.requests import Kind, Reply, Request, describe_exit
-from relax_events.confinement.served import FAILURE
+from relax_events.confinement.served import BLOCKING, FAILURE
 
 EXIT_SECONDS = 1.0
 """For a child that closed its pipes to exit by itself, so that its own exit code is known."""
@@ -95,6 +95,7 @@ class Child:
         self.ready: dict[str, Any] | None = None
         self.is_concurrent = False
         self.num_answered = 0
+        self._blocking: Request | None = None
         self.requests: dict[int, Request] = {}
         self.started = self.heard = time.monotonic()
         self._reader = FrameReader(limits)
@@ -167,7 +168,7 @@ class Child:
                 received.answers.append(self._match(frame))
         except InvalidFrame as error:
             received.loss = ("invalid", str(error))
-        if received.answers:
+        if any(BLOCKING not in reply.head for _, reply in received.answers):
             self.heard = time.monotonic()
         if any(request is not None for request, _ in received.answers):
             self._restart_clock()  # not at a tick: a late child ticks too
@@ -175,6 +176,8 @@ class Child:
 
     def _match(self, frame: Frame) -> tuple[Request | None, Reply]:
         reply = Reply(frame.head, frame.contents, self.number)
+        blocking = frame.head.get(BLOCKING) if frame.number == 0 else None
+        self._blocking = self.requests.get(blocking) if isinstance(blocking, int) else None
         if frame.number == 0:
             return None, reply
         request = self.requests.pop(frame.number, None)
@@ -202,6 +205,15 @@ class Child:
             return earliest
         first = min(request.started for request in running)
         return min(earliest, max(self.heard, first) + silent_seconds)
+
+    def list_suspects(self) -> list[Request]:
+        """Return the running requests that may be why the child is lost: the one that it says
+        blocks the others, the first where it takes one after the other, else all.
+        """
+        if self._blocking is not None:
+            return [self._blocking]
+        running = list(self.requests.values())
+        return running if self.is_concurrent else running[:1]
 
     def read_prints(self) -> bool:
         """Pass on what the child prints, within a budget; False once its stderr is closed."""

@@ -252,7 +252,8 @@ class PoolState:
         exit_seconds: float = 0.0,
     ) -> None:
         """End a child that failed; fail the request that it ran, and repeat the others, unless
-        their state is lost. Of a child that runs several at a time, each may be the culprit.
+        their state is lost. Of a child that runs several at a time, each may be the culprit,
+        unless it said which one blocks it.
         """
         child, exit_text = self._end(slot, exit_seconds=exit_seconds)
         text = ending + exit_text if kind == "died" else ending or exit_text
@@ -263,8 +264,8 @@ class PoolState:
             return
         running, repeated = list(child.requests.values()), []
         if self._settings.keeps_state:
-            failed = running if child.is_concurrent else running[:1]
-            for request in running[len(failed) :]:
+            failed = child.list_suspects()
+            for request in set(running).difference(failed):
                 request.on_done(ChildLost("state_lost", ""))
         elif child.is_concurrent and len(running) > 1:
             failed, repeated = [], running

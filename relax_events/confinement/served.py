@@ -25,6 +25,8 @@ LOAD_ERROR = "load_error"
 MAX_IN_FLIGHT, IS_CONCURRENT = "max_in_flight", "is_concurrent"
 """Keys of the first message: how many requests the child holds at a time, 1 if it does not say so,
 and whether it works on them at the same time."""
+BLOCKING = "blocking"
+"""Key of a message: the number of the request that lets no other one go on, 0 if it isn't known."""
 FAILURE = "failure"
 MAX_FAILURE_CHARACTERS = 600
 Answer = tuple[Mapping[str, Any], Sequence[Buffer]]
@@ -75,6 +77,10 @@ class Served:
     def tick(self) -> None:
         """Say that the child is well, although it answers nothing."""
         self.answer(0, {})
+
+    def report_blocking(self, number: int) -> None:
+        """Say which request keeps the child from working on the others; a tick takes it back."""
+        self.answer(0, {BLOCKING: number})
 
     def requests(self) -> Iterator[Frame]:
         """Yield the requests, until the parent closes the pipe."""

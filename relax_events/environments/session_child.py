@@ -4,9 +4,10 @@
     requests  open, step, close, with the session's number, and its files
     answers   what the environment says; a tick each second while the process is well
 
-An environment of coroutines keeps the deadline of each call itself. One of ordinary functions gets
-one call at a time: a call that is late can't be stopped, so the worker kills the process, and its
-other sessions are lost.
+An environment of coroutines keeps the deadline of each call itself. A call that blocks its event
+loop is named to the worker, so that the others are not suspected. One of ordinary functions gets
+one call at a time. A call that blocks, or is late there, can't be stopped: the worker kills the
+process, and its other sessions are lost.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 from relax_events.confinement.frames import Frame
@@ -38,9 +40,13 @@ from relax_events.errors import PoisonSample, RelaxError
 from relax_events.events.json_text import format_json, parse_json
 
 TICK_SECONDS = 1.0
+BLOCKED_SECONDS = 1.5
+"""Between two looks at an event loop that does not tick; the second names the call that blocks it,
+well before the worker's grace ends."""
 EXIT_SECONDS = 1.0
 MAX_ERROR_CHARACTERS = 600
 MAX_CONCURRENT = 100_000
+_request_number: ContextVar[int] = ContextVar("request_number", default=0)
 
 
 def main() -> int:
@@ -64,6 +70,15 @@ def main() -> int:
     os._exit(0)  # a thread of foreign code may still run
 
 
+class RequestTask(asyncio.Task[Any]):
+    """A task that knows which request began it, also one that a library creates for a call."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Create the task in the context of its request."""
+        super().__init__(*args, **options)
+        self.request_number = _request_number.get()
+
+
 class SessionServer:
     """Answers the requests of one child process."""
 
@@ -78,6 +93,7 @@ class SessionServer:
         self._sessions: dict[int, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._has_ticked = threading.Event()
         self._seconds = {stage: self._setup[key] for stage, key in DEADLINES.items()}
 
     async def serve(self) -> None:
@@ -92,14 +108,35 @@ class SessionServer:
             os._exit(1)  # the loop, or a thread, is stuck in foreign code
 
         threading.Thread(target=read, daemon=True, name="requests").start()
+        if self._adapter.is_concurrent:
+            loop.set_task_factory(
+                lambda loop, work, **options: RequestTask(work, loop=loop, **options)
+            )
+            watch = threading.Thread(target=self._watch, args=[loop], daemon=True, name="watch")
+            watch.start()
         while not ended.is_set():
             self._served.tick()
+            self._has_ticked.set()
             with suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), TICK_SECONDS)
         for task in self._running.values():
             task.cancel()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._close_all(), self._seconds["close"])
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Name the request that blocks the event loop, found at two looks without a tick between
+        them: in one round of the loop, each task runs once.
+        """
+        earlier = 0
+        while True:
+            if self._has_ticked.wait(BLOCKED_SECONDS):
+                self._has_ticked.clear()
+                earlier = 0
+                continue
+            number = getattr(asyncio.current_task(loop), "request_number", 0)
+            self._served.report_blocking(number if number == earlier else 0)
+            earlier = number
 
     async def _close_all(self) -> None:
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,6 +145,7 @@ class SessionServer:
 
     def _start(self, request: Frame) -> None:
         session, stage = request.head["session"], request.head["op"]
+        _request_number.set(request.number)  # in the context of this callback alone
         if stage == "close" and session in self._running:
             self._running[session].cancel()  # the worker no longer waits for it
         task = asyncio.get_running_loop().create_task(self._answer(request))
@@ -135,7 +173,8 @@ class SessionServer:
 
     async def _within_deadline(self, request: Frame) -> Answer:
         seconds = self._seconds[request.head["op"]] if self._adapter.is_concurrent else None
-        return await asyncio.wait_for(self._call(request), seconds)
+        async with asyncio.timeout(seconds):
+            return await self._call(request)
 
     async def _call(self, request: Frame) -> Answer:
         number, stage = request.head["session"], request.head["op"]

@@ -273,8 +273,9 @@ class SessionPool:
         if not lost.was_loaded:
             return EpisodeFailed(str(self._load_error(lost)))
         text = f"{where}: its process {lost.describe('')}, and with it the session"
-        if lost.kind == "late":
-            text = f"{where}: {lost.describe('environment.' + DEADLINES[stage])}"
+        if lost.kind == "late":  # of another request, perhaps, with another deadline
+            seconds = getattr(self._environment, key := DEADLINES[stage])
+            text = f"{where}: took longer than {seconds:g} s (environment.{key})"
         if lost.kind == "state_lost":
             return SessionLost(text, is_suspect=False)
         return _blame(session, text, is_late_turn=lost.is_late and stage == "step")

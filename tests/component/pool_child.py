@@ -44,6 +44,15 @@ def main() -> None:
             case "tick":
                 while True:
                     served.tick()
+            case "block":
+                for number in request.head["numbers"]:
+                    served.report_blocking(request.number if number == "own" else number)
+                if request.head["ticks"]:
+                    served.tick()
+                threading.Event().wait()
+            case "block on":
+                while True:
+                    served.report_blocking(request.number)
             case "wait":
                 threading.Event().wait()
             case "exit":

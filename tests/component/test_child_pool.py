@@ -139,6 +139,32 @@ def test_silent_child_is_lost_before_its_deadline(pools: list[ChildPool]) -> Non
     assert error.describe("") == "was silent for 0.5 s"
 
 
+@pytest.mark.parametrize(
+    ("numbers", "ticks", "kind"),
+    [
+        (["own"], False, "state_lost"),
+        ([0, "own"], False, "state_lost"),
+        (["own", 0], False, "late"),
+        (["own"], True, "late"),
+        ([[1], "1", None, 10_000], False, "late"),
+    ],
+)
+def test_request_that_its_child_names_as_blocking_is_the_only_suspect(
+    pools: list[ChildPool], tmp_path: Path, numbers: list[Any], ticks: bool, kind: str
+) -> None:
+    pool = open_pool(pools, keeps_state=True, setup={"concurrent": True})
+    held = ask(pool, "hold", unless=str(tmp_path / "never"))
+    ask(pool, "echo", text="").result()  # it was sent after the other one
+    blocking = ask(pool, "block", numbers=numbers, ticks=ticks, seconds=SHORT_SECONDS)
+    assert lost(blocking).kind == "late"
+    assert lost(held).kind == kind
+
+
+def test_child_that_reports_its_block_is_silent_all_the_same(pools: list[ChildPool]) -> None:
+    pool = open_pool(pools, silent_seconds=SHORT_SECONDS, setup={"concurrent": True})
+    assert lost(ask(pool, "block on")).kind == "silent"
+
+
 def test_state_is_lost_with_its_process_and_never_moved_to_another(pools: list[ChildPool]) -> None:
     pool = open_pool(pools, keeps_state=True, size=2)
     begun = ask(pool, "echo", text="", slot=1).result()

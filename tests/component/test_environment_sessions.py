@@ -202,11 +202,12 @@ def test_episode_is_begun_again_when_its_environment_fails(tmp_path: Path, how: 
         ("Misbehaving", "floods", "at most 4194304 bytes", 0, 0),
         ("Misbehaving", "slows", "", 0, 0),
         ("AsyncMisbehaving", "waits", "took longer than 3 s (environment.timeout_seconds)", 1, 0),
-        ("AsyncMisbehaving", "hangs", "", None, 0),
+        ("AsyncMisbehaving", "hangs", "took longer than 3 s (environment.timeout_seconds)", 1, 0),
+        ("AsyncMisbehaving", "gathers", "took longer than 3 s (environment.timeout_seconds)", 1, 0),
     ],
 )
 def test_session_that_misbehaves_costs_itself_alone(
-    tmp_path: Path, name: str, how: str, problem: str, num_alone: int | None, num_failures: int
+    tmp_path: Path, name: str, how: str, problem: str, num_alone: int, num_failures: int
 ) -> None:
     with conversation(tmp_path, "gymnasium", name, timeout_seconds=3.0) as one:
         metadata = json.dumps({"options": {"how": how}})
@@ -214,7 +215,7 @@ def test_session_that_misbehaves_costs_itself_alone(
         ended = one.finish(guilty, one.request("g1", num_samples=7))
         sample = ended.pop("g0/0")
         assert problem in sample.error
-        is_late = "took longer" in problem or name == "AsyncMisbehaving"
+        is_late = "took longer" in problem
         ending = FinishReason.LATE if is_late else FinishReason.ERROR
         assert sample.finish_reason is (FinishReason.STOP if how == "slows" else ending)
         assert (len(sample.tokens) > 0) == (is_late or how == "slows")
@@ -225,8 +226,7 @@ def test_session_that_misbehaves_costs_itself_alone(
         assert {each.environment_rewards for each in ended.values()} == {(0.5, 1.0, 1.5)}
         spent = (one.attempts("begun_again") or 0) + (one.attempts("failed") or 0)
         assert spent == num_failures, "the guilty one's own"
-        if num_alone is not None:
-            assert one.attempts("alone") == num_alone
+        assert one.attempts("alone") == num_alone, "the guilty one"
 
 
 def test_unforeseen_error_of_a_driver_costs_its_sample_alone(
