@@ -35,6 +35,11 @@ class Slot:
     waiting: deque[Request] = field(default_factory=deque)
     starting: list[Future[dict[str, Any]]] = field(default_factory=list)
 
+    def holds_state_for(self, request: Request) -> bool:
+        """Whether the process that a request belongs to, if to any, is there."""
+        is_there = self.child is not None and self.child.number == request.child
+        return request.child is None or is_there
+
 
 class PoolState:
     """Children in their slots, and the requests that wait for them. Implements `ChildOwner`."""
@@ -74,10 +79,12 @@ class PoolState:
         for request in requests:
             if self._is_closed:
                 request.on_done(ChildLost("closed", "was closed"))
-            elif request.slot is not None:
+            elif request.slot is None:
+                self._waiting.append(request)
+            elif self.slots[request.slot].holds_state_for(request):
                 self.slots[request.slot].waiting.append(request)
             else:
-                self._waiting.append(request)
+                request.on_done(ChildLost("state_lost", ""))
         self._dispatch()
 
     def close(self) -> list[Child]:
@@ -220,7 +227,6 @@ class PoolState:
             share: Its part of the queue. A child that takes one request after the other gets a
                 quarter at a time, so that all children stay busy until the last.
         """
-        self._refuse_lost(slot, waiting)
         if not waiting:
             return
         child = self._ensure_child(slot)
@@ -235,12 +241,6 @@ class PoolState:
         if requests := _take(waiting, room, is_idle=not child.requests):
             child.send(requests)
             self.driver.watch_writing(child)
-
-    def _refuse_lost(self, slot: Slot, waiting: deque[Request]) -> None:
-        """Refuse the first requests that belong to the state of a process that is gone."""
-        number = slot.child.number if slot.child is not None else None
-        while waiting and waiting[0].child is not None and waiting[0].child != number:
-            waiting.popleft().on_done(ChildLost("state_lost", ""))
 
     def _lose(
         self,
@@ -289,10 +289,17 @@ class PoolState:
         assert child is not None
         self.driver.forget(child)
         slot.child = None
+        waiting = list(slot.waiting)
+        slot.waiting.clear()
+        self._repeat(slot, waiting)
         return child, child.end(exit_seconds=exit_seconds)
 
     def _repeat(self, slot: Slot, requests: Sequence[Request]) -> None:
+        """Queue requests for a new process, before others; refuse those of the old one's state."""
         for request in reversed(requests):
+            if request.child is not None:
+                request.on_done(ChildLost("state_lost", ""))
+                continue
             queue = self._waiting if request.slot is None else slot.waiting
             queue.appendleft(request)
 

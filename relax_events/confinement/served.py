@@ -26,7 +26,7 @@ MAX_IN_FLIGHT, IS_CONCURRENT = "max_in_flight", "is_concurrent"
 """Keys of the first message: how many requests the child holds at a time, 1 if it does not say so,
 and whether it works on them at the same time."""
 BLOCKING = "blocking"
-"""Key of a message: the number of the request that lets no other one go on, 0 if it isn't known."""
+"""Key of a message: the number of the request that blocks all others, 0 if it isn't known."""
 FAILURE = "failure"
 MAX_FAILURE_CHARACTERS = 600
 Answer = tuple[Mapping[str, Any], Sequence[Buffer]]

@@ -176,6 +176,26 @@ def test_state_is_lost_with_its_process_and_never_moved_to_another(pools: list[C
     assert other.child != begun.child
 
 
+@pytest.mark.parametrize("is_asked_later", [False, True])
+def test_state_is_lost_also_behind_a_request_that_needs_none(
+    pools: list[ChildPool], tmp_path: Path, is_asked_later: bool
+) -> None:
+    """A request of the state is behind one that waits for a new process, before or after its end."""
+    pool = open_pool(pools, keeps_state=True, setup={"concurrent": True, "in_flight": 2})
+    begun = ask(pool, "echo", text="", slot=0).result()
+    held = ask(pool, "hold", unless=str(tmp_path / "never"), slot=0)
+    ask(pool, "echo", text="", slot=0).result()  # it was sent after the other one
+    ask(pool, "hold", unless=str(tmp_path / "never"), slot=0)
+    new = ask(pool, "echo", text="new", slot=0)
+    late = ask(pool, "echo", text="", slot=0, child=begun.child)
+    os.kill(pid(begun), signal.SIGKILL)
+    assert lost(held).kind == "died"
+    if is_asked_later:
+        late = ask(pool, "echo", text="", slot=0, child=begun.child)
+    assert lost(late).kind == "state_lost"
+    assert new.result().head["said"] == "new"
+
+
 @pytest.mark.parametrize("do", ["exit", "wait", "bomb"])
 def test_requests_behind_the_one_that_loses_a_state_say_so(pools: list[ChildPool], do: str) -> None:
     pool = open_pool(pools, keeps_state=True)
