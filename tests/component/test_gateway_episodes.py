@@ -224,6 +224,28 @@ time.sleep(60)
     assert "took longer than 0.5 s (environment.episode_seconds)" in slow.error
 
 
+def test_call_may_wait_longer_for_the_policy_than_its_program_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with episodes(tmp_path, "say(messages, max_tokens=2)", attempts=1, episode_seconds=0.5) as one:
+        inner, deadline = one._engine, 0.0
+        poll = inner.poll
+
+        def poll_late(*, timeout_seconds: float) -> list[GeneratedSample]:
+            nonlocal deadline
+            if inner.num_running:
+                deadline = deadline or time.monotonic() + 2.0
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                return []
+            return poll(timeout_seconds=timeout_seconds)
+
+        monkeypatch.setattr(inner, "poll", poll_late)
+        begin(one)
+        (sample,) = finish(one)
+    assert (sample.finish_reason, sample.error) == (FinishReason.LENGTH, "")
+
+
 def test_keys_of_other_sessions_and_ended_ones_are_refused(tmp_path: Path) -> None:
     body = """
 status, text = ask(messages, key="other")

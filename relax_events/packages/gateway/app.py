@@ -45,6 +45,9 @@ from relax_events.packages.gateway.session_keys import NO_KEY, Callers, SessionK
 
 BODY_SECONDS = 60.0
 CALL_SECONDS = 3600.0
+EPISODE_CALL_SECONDS = 24 * CALL_SECONDS
+"""Of a call in an episode: the engine may be drained meanwhile, and the time that its program takes
+by itself has a deadline of its own."""
 COMMENT_SECONDS = 10.0
 """Between two comments in a stream whose answer is not there yet; before the first, a call that
 fails is refused with a status."""
@@ -66,7 +69,6 @@ def build_gateway(
     host: str = "127.0.0.1",
     token: str = "",
     offers: SessionOffers | None = None,
-    call_seconds: float = CALL_SECONDS,
 ) -> RequestGuard:
     """Build the application.
 
@@ -76,7 +78,6 @@ def build_gateway(
         host: Address that the server listens on.
         token: Which a harness must have to take a session.
         offers: The episodes of harnesses that people start, if they drive the policy.
-        call_seconds: Deadline of a call, its waits included.
     """
     app = build_dialect_app(model_name)
     if offers is not None:
@@ -86,7 +87,7 @@ def build_gateway(
         identify=Callers(keys, token=token, offers=offers).identify,
         problem=build_problem_body,
         host=host,
-        limits=GuardLimits(body_seconds=BODY_SECONDS, call_seconds=call_seconds),
+        limits=GuardLimits(body_seconds=BODY_SECONDS, call_seconds=EPISODE_CALL_SECONDS),
         denied=NO_KEY,
     )
 

@@ -143,9 +143,8 @@ class ProgramDriver:
     def _serve(self, index: int) -> GatewayServer:
         """Start the gateway: for programs of this worker, or where harnesses find it."""
         name, harness = self._config.model.path.name, self._config.environment.harness
-        call_seconds = self._limits.episode_seconds
         if self.offers is None:
-            return GatewayServer(self._keys, model_name=name, call_seconds=call_seconds)
+            return GatewayServer(self._keys, model_name=name)
         assert harness.token_file is not None, "the run file has one"
         server = GatewayServer(
             self._keys,
@@ -154,7 +153,6 @@ class ProgramDriver:
             port=harness.port + index,
             token=read_secret(harness.token_file, key="environment.harness.token_file"),
             offers=self.offers,
-            call_seconds=call_seconds,
             tls=choose_run_tls(self._config.http, harness.host),
         )
         log.info("gateway.opened", url=server.url)

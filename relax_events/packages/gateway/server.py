@@ -9,7 +9,7 @@ import uvicorn
 
 from relax_events.api.drivers import LoopThread
 from relax_events.api.http import TlsFiles, build_server_config, build_url, open_listener
-from relax_events.packages.gateway.app import CALL_SECONDS, build_gateway
+from relax_events.packages.gateway.app import build_gateway
 from relax_events.packages.gateway.offers import SessionOffers
 from relax_events.packages.gateway.session_keys import SessionKeys
 
@@ -38,7 +38,6 @@ class GatewayServer:
         port: int = 0,
         token: str = "",
         offers: SessionOffers | None = None,
-        call_seconds: float = CALL_SECONDS,
         tls: TlsFiles | None = None,
     ) -> None:
         """Start the thread, and wait until it answers.
@@ -50,7 +49,6 @@ class GatewayServer:
             port: 0 takes a free one.
             token: Which a harness must have to take a session.
             offers: The episodes of harnesses that people start, if they drive the policy.
-            call_seconds: Deadline of a call, its waits included.
             tls: The certificate and its key; None speaks plain HTTP.
         Raises:
             EnvironmentProblem: No port is free.
@@ -60,14 +58,7 @@ class GatewayServer:
         self._listener.listen(MAX_CONNECTIONS)
         self.url = build_url(self._listener, tls=tls)
         config = build_server_config(
-            build_gateway(
-                keys,
-                model_name=model_name,
-                host=host,
-                token=token,
-                offers=offers,
-                call_seconds=call_seconds,
-            ),
+            build_gateway(keys, model_name=model_name, host=host, token=token, offers=offers),
             max_connections=MAX_CONNECTIONS,
             tls=tls,
             timeout_graceful_shutdown=DRAIN_SECONDS,
