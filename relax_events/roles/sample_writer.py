@@ -5,7 +5,7 @@ acknowledged them, while the engine generates on.
 from __future__ import annotations
 
 import queue
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from functools import partial
 
@@ -14,10 +14,11 @@ import structlog
 from relax_events.data.rendering import PromptRenderer
 from relax_events.errors import EpisodeFailed
 from relax_events.events.generations import mark_generation
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import FinishReason, Outcome
 from relax_events.kafka.records import ProducerRecord
 from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import (
+    LOST,
     MAX_ERROR_CHARACTERS,
     InflightGroup,
     build_sample_event,
@@ -28,6 +29,7 @@ from relax_events.topics.names import ROLLOUT_SAMPLES
 
 log = structlog.get_logger()
 MAX_REMEMBERED_GROUPS = 1024
+ENDINGS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.LATE, FinishReason.LOST)
 NUM_PARTS = 8
 """Of a train step: smaller parts of its prompt groups wait for others."""
 
@@ -41,6 +43,7 @@ class SampleWriter:
 
     def __init__(self, worker: Worker, renderer: PromptRenderer, partials: PartialSamples) -> None:
         self._worker, self._renderer, self._partials = worker, renderer, partials
+        worker.metrics.count_generated(dict.fromkeys(ENDINGS, 0))  # else no increase to 1 is seen
         self._acknowledged: queue.SimpleQueue[InflightGroup] = queue.SimpleQueue()
         self._num_lingering = 0
         """Prompt groups whose records may wait in the producer for others of their batch."""
@@ -78,6 +81,11 @@ class SampleWriter:
             )
         failpoint("rollout.before_flush")
         self._end_linger(len(groups))
+        reasons = [sample.finish_reason for group in groups for sample in group.samples]
+        endings: Counter[str] = Counter(
+            FinishReason.LOST if one in LOST else one for one in reasons
+        )
+        self._worker.metrics.count_generated(endings)
         self._worker.metrics.count_tokens(
             sum(sample.num_sampled_tokens for group in groups for sample in group.samples)
         )

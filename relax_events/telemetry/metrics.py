@@ -70,6 +70,12 @@ class WorkerMetrics:
         self._scored = counter(
             "relax_samples_scored_total", "Samples by outcome of scoring.", ["outcome"]
         )
+        self._generated = counter(
+            "relax_samples_generated_total",
+            "Samples of finished prompt groups by finish reason; `lost` by a fault of environment, "
+            "engine or media, `late` by a turn of the policy.",
+            ["role", "finish"],
+        )
         self._tokens = counter(
             "relax_tokens_total", "Tokens that a worker generated, scored or trained.", ["role"]
         )
@@ -131,6 +137,11 @@ class WorkerMetrics:
         no readable score (`unreadable`).
         """
         self._scored.labels(outcome).inc()
+
+    def count_generated(self, counts: Mapping[str, int]) -> None:
+        """Count samples by finish reason."""
+        for finish_reason, count in counts.items():
+            self._generated.labels(self._role, finish_reason).inc(count)
 
     def count_tokens(self, count: int) -> None:
         """Count tokens."""

@@ -63,7 +63,9 @@ class Stage:
         self.engine: TransformersEngine = image_engine()
         self.producer = Producer()
         self.loop: Any = RolloutLoop.__new__(RolloutLoop)
-        metrics = SimpleNamespace(count_tokens=lambda count: None)
+        metrics = SimpleNamespace(
+            count_tokens=lambda count: None, count_generated=lambda counts: None
+        )
         worker: Any = SimpleNamespace(
             records=SimpleNamespace(
                 traces=Traces(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,7 @@ class Stage:
     def __init__(self, config: Any) -> None:
         self.sent: list[Any] = []
         self.dead_letters: list[Exception] = []
+        self.counted: Counter[str] = Counter()
         records = SimpleNamespace(
             producer=SimpleNamespace(send=lambda record, **_: self.sent.append(record)),
             build_for_samples=lambda _, samples: list(samples),
@@ -58,7 +60,9 @@ class Stage:
             config=config,
             worker_id="rollout-0",
             records=records,
-            metrics=SimpleNamespace(count_tokens=lambda _: None),
+            metrics=SimpleNamespace(
+                count_tokens=lambda _: None, count_generated=self.counted.update
+            ),
             lifecycle=SimpleNamespace(record_processed=lambda *_: None),
         )
         renderer: Any = SimpleNamespace(completion_text=lambda tokens: str(tokens.tolist()))
@@ -128,3 +132,15 @@ def test_lost_sample_has_arrays_of_the_shapes_of_the_others(make_run_config: Any
     assert events[0].topk_ids.shape == (0, 2)
     assert (events[0].routed_experts.shape, events[0].routed_experts.dtype) == ((2, 3, 2), "u1")
     assert not events[0].routed_experts.any()
+
+
+def test_samples_are_counted_by_how_they_ended_also_of_a_failed_prompt_group(
+    make_run_config: Any,
+) -> None:
+    stage = Stage(make_run_config())
+    assert stage.counted == {"stop": 0, "length": 0, "late": 0, "lost": 0}, "an increase is seen"
+    stop, length, late = FinishReason.STOP, FinishReason.LENGTH, FinishReason.LATE
+    reasons = [stop, length, late, FinishReason.ERROR]
+    stage.send([build_sample(index, reason) for index, reason in enumerate(reasons)])
+    stage.send([build_sample(index, FinishReason.LOST) for index in range(3)])
+    assert stage.counted == {"stop": 1, "length": 1, "late": 1, "lost": 4}
