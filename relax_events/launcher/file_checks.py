@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from relax_events.errors import (
     EnvironmentProblem,
     PoisonSample,
     RelaxError,
+    RewardError,
 )
 from relax_events.events.json_text import parse_json
 from relax_events.events.parts import Modality
@@ -52,6 +54,7 @@ from relax_events.plugins import (
 from relax_events.regular_files import require_regular_files
 from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.run_judge import load_grading, load_judge_rewards
+from relax_events.rewards.scores import Score
 from relax_events.secret_handling import read_secret
 
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")
@@ -513,9 +516,24 @@ def _try_reward(config: RunConfig, first_prompt: PromptRow | None) -> str:
             metadata=first_prompt.metadata,
             prompt="\n".join(message.text for message in first_prompt.messages),
         )
-        result = pool.score_batch([item] * (2 if pool.takes_prompt_group else 1))[0]
+        num_items = 2 if pool.takes_prompt_group else 1
+        result = pool.score_batch([item] * num_items)[0]
+        empty = pool.score_batch([replace(item, completion="")] * num_items)[0]
     if isinstance(result, RelaxError):
         raise result
+    text = f"{computed.function} gives {result.reward:g} for the reference answer"
+    return f"{text} of the first prompt{_describe_reward_of_late(config, empty)}"
+
+
+def _describe_reward_of_late(config: RunConfig, empty: Score | RewardError) -> str:
+    """Say that being late pays off, if it gets more than an empty answer."""
+    late = config.reward.on_timeout
+    if isinstance(empty, RewardError) or not config.environment.name or late == "none":
+        return ""
+    if late <= empty.reward:
+        return ""
     return (
-        f"{computed.function} gives {result.reward:g} for the reference answer of the first prompt"
+        f", and {empty.reward:g} for an empty one: less than a late sample gets "
+        f"(reward.on_timeout = {late:g}), so that the policy may learn to be late; set "
+        f"reward.on_timeout to the lowest reward, {empty.reward:g} or less"
     )

@@ -33,6 +33,9 @@ def exact(completion, *, answer, metadata, prompt):
     assert metadata == {"level": 2} and prompt == "two and two?"
     return float(completion == answer)
 
+def strict(completion, *, answer, **reported):
+    return 1.0 if completion == answer else -1.0
+
 def fails(completion, *, answer, metadata, prompt):
     raise KeyError("no such score")
 """
@@ -153,6 +156,26 @@ def test_reward_check_scores_the_first_reference_answer(make_data: MakeRunConfig
     )
 
 
+@pytest.mark.parametrize(
+    ("on_timeout", "has_environment", "hint"),
+    [
+        (0.0, True, "reward.on_timeout to the lowest reward, -1 or less"),
+        (0.0, False, "first prompt"),
+        (-1.0, True, "first prompt"),
+        ("none", True, "first prompt"),
+    ],
+)
+def test_reward_check_warns_where_being_late_pays_off(
+    make_data: MakeRunConfig, tmp_path: Path, on_timeout: Any, has_environment: bool, hint: str
+) -> None:
+    file = tmp_path / "rewards.py"
+    reward = {"function": f"{file}:strict", "on_timeout": on_timeout}
+    environment = {"environment": {"function": f"{file}:exact"}} if has_environment else {}
+    run = CheckedRun(make_data(reward=reward, **environment), is_thorough=True)
+    check_data(run)
+    assert check_reward(run).endswith(hint)
+
+
 def test_reward_check_detects_a_function_that_raises(make_data: MakeRunConfig) -> None:
     run = CheckedRun(make_data("fails"), is_thorough=True)
     check_data(run)
@@ -182,7 +205,7 @@ def test_reward_check_does_not_score_samples_of_the_judge(
 
 
 def test_reward_check_detects_unloadable_function_without_prompts(make_data: MakeRunConfig) -> None:
-    with pytest.raises(ConfigError, match=r"has no function 'absent', only exact, fails"):
+    with pytest.raises(ConfigError, match=r"has no function 'absent', only exact, strict, fails"):
         check_reward(CheckedRun(make_data("absent")))
 
 
