@@ -17,7 +17,7 @@ another worker; else it is begun again there.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -53,6 +53,8 @@ from relax_events.telemetry.component_metrics import EpisodeMetrics
 log = structlog.get_logger()
 MAX_LOSSES = 3
 """An episode that lost its session so often with a shared process runs alone."""
+MIN_DISTURBED = 32
+"""Attempts that others disturbed: fewer say nothing about how often that is."""
 
 
 class Driver(Protocol):
@@ -177,6 +179,9 @@ class EpisodeEngine(CallEngine):
         self._episodes: dict[str, Episode] = {}
         self._ended: deque[Episode] = deque()
         self._num_events = 0
+        self._attempts: Counter[str] = Counter()
+        """By outcome; counted in the driver's loop."""
+        self._has_warned = False
 
     @property
     def num_running(self) -> int:
@@ -217,14 +222,12 @@ class EpisodeEngine(CallEngine):
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         """Remove the named samples, or all; see `Engine`. A finished sample that was not returned
-        and can be continued is aborted too.
+        and can be continued is aborted too; a late one would only be late again.
         """
-        keeps_turns = self._driver.keeps_turns
         episodes = {
             name: episode
             for name, episode in self._episodes.items()
-            if (sample_ids is None or name in sample_ids)
-            and (keeps_turns or not episode.running.done())
+            if (sample_ids is None or name in sample_ids) and not self._is_final(episode)
         }
         stopped = [name for name in self._calls if read_sample_id(name) in episodes]
         turns = {read_sample_id(turn.sample_id): turn for turn in self._engine.abort(stopped)}
@@ -242,6 +245,13 @@ class EpisodeEngine(CallEngine):
         self._driver.close()
         self._queue.close()
         self._engine.close()
+
+    def _is_final(self, episode: Episode) -> bool:
+        """Return whether an episode has ended, and no worker could continue it."""
+        if not episode.running.done() or not self._driver.keeps_turns:
+            return episode.running.done()
+        has_sample = episode.running.exception() is None
+        return has_sample and episode.running.result().finish_reason is FinishReason.LATE
 
     def _take(self, *, timeout_seconds: float = 0.0) -> None:
         super()._take(timeout_seconds=timeout_seconds)
@@ -293,7 +303,7 @@ class EpisodeEngine(CallEngine):
                     outcome = budget.count(error)
                     problem = f"episode {episode.name}, {budget.describe()}: {error}"
                 log.warning("episode.failed", sample_id=episode.name, error=problem)
-                self._metrics.count_episode(outcome)
+                self._count_attempt(outcome)
                 episode.session = self._open_session(
                     episode.request, episode.sample, runs_alone=budget.runs_alone
                 )
@@ -304,8 +314,23 @@ class EpisodeEngine(CallEngine):
         except Exception as error:
             problem = f"episode {episode.name}: unforeseen {error!r}"
             log.exception("episode.broken", sample_id=episode.name)
-            self._metrics.count_episode("failed")
+            self._count_attempt("failed")
         return build_empty_sample(episode.request, episode.name, FinishReason.ERROR, error=problem)
+
+    def _count_attempt(self, outcome: str) -> None:
+        """Count the end of an attempt; warn once if more are disturbed than finish."""
+        self._metrics.count_episode(outcome)
+        self._attempts[outcome] += 1
+        num_disturbed, num_finished = self._attempts["disturbed"], self._attempts["finished"]
+        if num_disturbed > max(num_finished, MIN_DISTURBED) and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "sessions.disturbed",
+                num_disturbed=num_disturbed,
+                num_finished=num_finished,
+                reason="environments that hang or die end the sessions that share their process",
+                remedy="raise environment.processes",
+            )
 
     async def _run_attempt(self, session: Session) -> GeneratedSample:
         outcome, reason, problem = "finished", None, ""
@@ -320,7 +345,7 @@ class EpisodeEngine(CallEngine):
         sample = finish_sample(
             session, trains_all_paths=trains_all_paths, reason=reason, error=problem
         )
-        self._metrics.count_episode(outcome)
+        self._count_attempt(outcome)
         if session.graph.num_forks:
             self._metrics.count_forks(session.graph.num_forks)
             log.info(

@@ -17,13 +17,14 @@ import pytest
 from engine_requests import fresh_sample
 from prometheus_client import CollectorRegistry
 from small_settings import small_run
+from structlog.testing import capture_logs
 from test_environments import ENGINE, SETTINGS, check_logprobs, engine_of, ready
 
 from relax_events.config import SamplingConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import EnvironmentContext, GeneratedSample, GenerationRequest
 from relax_events.environments.session_pool import SessionPool
-from relax_events.episodes.engine import EpisodeEngine
+from relax_events.episodes.engine import MIN_DISTURBED, EpisodeEngine
 from relax_events.episodes.environment_drivers import StatefulDriver
 from relax_events.episodes.session import Session
 from relax_events.errors import ConfigError
@@ -227,6 +228,22 @@ def test_session_that_misbehaves_costs_itself_alone(
         spent = (one.attempts("begun_again") or 0) + (one.attempts("failed") or 0)
         assert spent == num_failures, "the guilty one's own"
         assert one.attempts("alone") == num_alone, "the guilty one"
+
+
+def test_worker_warns_once_where_more_attempts_are_disturbed_than_finish(tmp_path: Path) -> None:
+    with conversation(tmp_path, "gymnasium", "Guess") as one, capture_logs() as logs:
+        for outcomes in (["disturbed"] * MIN_DISTURBED, ["finished"] * 40, ["disturbed"] * 9):
+            for outcome in outcomes:
+                assert not logs
+                one.engine._count_attempt(outcome)
+        for _ in range(5):
+            one.engine._count_attempt("disturbed")
+    (warning,) = logs
+    assert (warning["event"], warning["remedy"]) == (
+        "sessions.disturbed",
+        "raise environment.processes",
+    )
+    assert (warning["num_disturbed"], warning["num_finished"]) == (41, 40)
 
 
 def test_unforeseen_error_of_a_driver_costs_its_sample_alone(

@@ -522,6 +522,23 @@ TOLD = {
 }
 
 
+def test_late_sample_that_was_not_returned_is_finished_and_not_handed_over(tmp_path: Path) -> None:
+    with conversation(tmp_path, "hostile", timeout_seconds=1.0) as one:
+        request = one.request(num_samples=1)
+        assert request.environment_context is not None
+        context = replace(request.environment_context, answer="hangs")
+        stops = tuple(range(one.inner._model.vocab_size))
+        request = replace(request, stop_token_ids=stops, environment_context=context)
+        one.engine.submit(request)
+        (episode,) = one.engine._episodes.values()
+        while not episode.session.graph.nodes:
+            one.engine.poll(timeout_seconds=0.1)
+        assert episode.running.result(60).finish_reason is FinishReason.LATE
+        assert one.engine.abort() == []
+        (sample,) = finish(one.engine).values()
+        assert (sample.finish_reason, len(sample.tokens)) == (FinishReason.LATE, 1)
+
+
 def test_environment_failure_affects_only_its_own_sample(tmp_path: Path) -> None:
     with conversation(tmp_path, "hostile", timeout_seconds=5.0) as one:
         for number, what in enumerate(TOLD):
