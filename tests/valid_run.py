@@ -443,6 +443,11 @@ TAMPERINGS: dict[str, Tampering] = {
     "media than were generated": lambda run: run.change_sample(
         "advantage.samples", "000003-0000-0/0", temperature=0.5
     ),
+    "sample trained with numbers of another model that no record of it gives": lambda run: (
+        run.change_sample(
+            "advantage.samples", "000003-0000-0/0", ref_logprobs=np.zeros(4, np.float32)
+        )
+    ),
     "sample trained with advantages that its rewards don't give": lambda run: run.change_sample(
         "advantage.samples", "000003-0000-0/0", advantages=np.array([0, 0, 0.5, 0.5], np.float32)
     ),

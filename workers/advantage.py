@@ -45,6 +45,7 @@ from relax_events.runtime.validation import check_samples, require_allowed_event
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics.names import (
+    EVALUATION_FIELDS,
     LOGPROB_TOPICS,
     REWARD_SCORES,
     ROLLOUT_SAMPLES,
@@ -54,13 +55,6 @@ from relax_events.topics.names import (
 log = structlog.get_logger()
 IDLE_SECONDS = 0.5
 DRAIN_COMMIT_SECONDS = 5.0
-EVALUATION_FIELDS = {
-    "actor": "actor_logprobs",
-    "reference": "ref_logprobs",
-    "critic": "values",
-    "teacher": "teacher_logprobs",
-}
-"""The field of a ready sample that holds what a model computed, by the model's role."""
 MAX_ERROR_CHARACTERS = 600
 MAX_RECORDS = 256
 """Maximum records that are joined between two polls; their offsets are committed after them."""

@@ -39,6 +39,7 @@ from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import (
     GROUP_OUTCOMES,
+    LOGPROB_TOPICS,
     POLICY_VERSIONS,
     PROMPT_GROUPS,
     REWARD_SCORES,
@@ -162,7 +163,7 @@ class LedgerReader:
         scores = (REWARD_SCORES,) if self._config.algorithm.has_rewards else ()
         return [
             (self._plan.topic(name), partition)
-            for name in (ROLLOUT_SAMPLES, *scores, *TRAINER_INPUTS)
+            for name in (ROLLOUT_SAMPLES, *scores, *LOGPROB_TOPICS.values(), *TRAINER_INPUTS)
             for partition in range(self._plan.num_sample_partitions)
         ]
 

@@ -16,12 +16,13 @@ from sys import intern
 from typing import Any
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.parts import SampleOutcome, TopicOffset, is_reward
+from relax_events.events.parts import SampleEvent, SampleOutcome, TopicOffset, is_reward
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -35,6 +36,7 @@ from relax_events.projections.ledger_facts import (
     Ready,
     StepFacts,
     Trained,
+    digest_evaluation,
     digest_reward_parts,
 )
 from relax_events.projections.ledger_findings import WARNINGS, Finding, LedgerTotals, Rule
@@ -124,7 +126,7 @@ class Ledger:
             return
         if isinstance(event, PromptGroupIssued):
             self._apply_issue(event)
-        elif isinstance(event, SampleRolledOut | SampleScored | SampleReady):
+        elif isinstance(event, SampleEvent):
             self._apply_sample(event, at, key)
         elif isinstance(event, PromptGroupEnded):
             self._apply_outcome(event, at)
@@ -243,9 +245,7 @@ class Ledger:
                 ),
             )
 
-    def _apply_sample(
-        self, event: SampleRolledOut | SampleScored | SampleReady, at: TopicOffset, key: str
-    ) -> None:
+    def _apply_sample(self, event: SampleEvent, at: TopicOffset, key: str) -> None:
         group = self._group(event.prompt_group_id)
         if isinstance(event, SampleRolledOut):
             if group is None:
@@ -262,6 +262,10 @@ class Ledger:
                 group.rewards.setdefault(event.sample_id, set()).add(
                     (intern(event.key.generation_digest), event.reward, digest_reward_parts(event))
                 )
+        elif group is not None and isinstance(event, SampleEvaluated):
+            group.evaluated.setdefault(event.sample_id, set()).add(
+                (intern(event.key.generation_digest), digest_evaluation(event))
+            )
         elif group is not None and isinstance(event, SampleReady):
             position = at.partition, at.offset, event.sample_id
             group.ready[position] = Ready.from_event(event, key=key, has_segments=self.has_rewards)

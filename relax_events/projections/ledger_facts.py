@@ -16,9 +16,10 @@ from relax_events.events.generations import (
     compute_array_digest,
     describe_trajectory,
 )
-from relax_events.events.parts import SampleOutcome
+from relax_events.events.parts import Array, SampleOutcome
 from relax_events.events.types import (
     PromptGroupEnded,
+    SampleEvaluated,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -26,7 +27,7 @@ from relax_events.events.types import (
 )
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.staleness import IssuedGroup
-from relax_events.topics.names import ROLLOUT_SAMPLES, TRAINING_SAMPLES
+from relax_events.topics.names import EVALUATION_FIELDS, ROLLOUT_SAMPLES, TRAINING_SAMPLES
 
 ReadyPosition = tuple[int, int, str]
 """Partition and offset of a record of advantage.samples, and the id of one of its samples."""
@@ -61,8 +62,29 @@ def digest_reward_parts(event: SampleScored | SampleReady) -> bytes:
     arrays = (event.turn_rewards, event.token_rewards)
     if not event.components and arrays == (None, None):
         return b""
+    return _digest(sorted(event.components.items()), *arrays)
+
+
+def digest_evaluation(event: SampleEvaluated) -> bytes:
+    """Return a digest of what a model computed for a sample."""
+    return _digest(event.model_role, event.values, event.topk_logprobs)
+
+
+def digest_evaluations(sample: SampleReady) -> tuple[bytes, ...]:
+    """Return the digests of what models computed for a sample, as the ready record has it; each is
+    equal to that of its `SampleEvaluated`.
+    """
+    evaluations = ((role, getattr(sample, name)) for role, name in EVALUATION_FIELDS.items())
+    return tuple(
+        _digest(role, values, sample.topk_teacher_logprobs if role == "teacher" else None)
+        for role, values in evaluations
+        if values is not None
+    )
+
+
+def _digest(what: object, *arrays: Array | None) -> bytes:
     parts = [None if array is None else compute_array_digest(array) for array in arrays]
-    return sha256(repr((sorted(event.components.items()), parts)).encode()).digest()[:DIGEST_BYTES]
+    return sha256(repr((what, parts)).encode()).digest()[:DIGEST_BYTES]
 
 
 class Generated(NamedTuple):
@@ -122,6 +144,8 @@ class Ready(NamedTuple):
     sample_outcome: SampleOutcome
     parts: bytes
     """Digest of the reward's parts."""
+    evaluated: tuple[bytes, ...]
+    """Digests of what other models computed for it."""
     verdict: Verdict = Verdict.INCOMPLETE
 
     @classmethod
@@ -145,6 +169,7 @@ class Ready(NamedTuple):
             key in ("", event.prompt_group_id),
             SampleOutcome.of(event.finish_reason, event.reward),
             digest_reward_parts(event),
+            digest_evaluations(event),
         )
 
     def find_copy(self, copies: Iterable[Generated]) -> Generated | None:
@@ -185,6 +210,8 @@ class GroupFacts:
     num_generated: int = 0
     rewards: dict[str, set[tuple[str, float, bytes]]] = field(default_factory=dict)
     """Of each sample, with the generation that was scored, and the digest of the reward's parts."""
+    evaluated: dict[str, set[tuple[str, bytes]]] = field(default_factory=dict)
+    """Of each sample, the generation that a model computed for, and a digest of the result."""
     ready: dict[ReadyPosition, Ready] = field(default_factory=dict)
     newest_requests: dict[tuple[str, int], int] = field(default_factory=dict)
     """The offset of the newest request to end it, by entity and partition."""

@@ -34,6 +34,7 @@ class Rule(StrEnum):
     OTHER_GENERATION = "samples of a trained prompt group are not those of its generation digest"
     OTHER_RECORD = "trained offset holds another record than the train step says"
     NOT_SCORED = "sample trained with a reward that no score gives"
+    OTHER_EVALUATION = "sample trained with numbers of another model that no record of it gives"
     OTHER_ADVANTAGES = "sample trained with advantages that its rewards don't give"
     NEVER_ISSUED = "prompt group trained that was never issued"
     ISSUED_TWICE = "prompt group issued twice"
@@ -75,6 +76,7 @@ REMEDIES = {
         "is this the run's own cluster, or was a topic restored incompletely? Otherwise " + FORK
     ),
     Rule.NOT_SCORED: FORK,
+    Rule.OTHER_EVALUATION: FORK,
     Rule.OTHER_ADVANTAGES: FORK,
     Rule.NEVER_ISSUED: f"{WRITER}; {FORK}",
     Rule.ISSUED_TWICE: (

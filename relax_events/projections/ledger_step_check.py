@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from relax_events.events.types import PolicyVersionPublished, TrainStepCommitted
 from relax_events.projections.ledger_facts import (
@@ -21,7 +22,7 @@ from relax_events.projections.ledger_facts import (
 )
 from relax_events.projections.ledger_findings import PURGED, Findings, LedgerTotals, Rule
 from relax_events.topics import TopicPlan
-from relax_events.topics.names import REWARD_SCORES, ROLLOUT_SAMPLES
+from relax_events.topics.names import LOGPROB_TOPICS, REWARD_SCORES, ROLLOUT_SAMPLES
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ class StepCheck:
             totals.findings.add(Rule.OTHER_RECORD, where)
             return None
         self._check_reward(sample, record, group, totals)
+        self._check_evaluations(sample, record, group, totals)
         if self.checks_advantages and record.verdict is Verdict.DIFFERS:
             totals.findings.add(Rule.OTHER_ADVANTAGES, where)
         elif self.checks_advantages and record.verdict is not Verdict.AGREES:
@@ -161,6 +163,22 @@ class StepCheck:
             is_scored = any(reward == record.reward for reward, _ in scored)
             parts = ", and its parts differ" if is_scored else ""
             totals.findings.add(Rule.NOT_SCORED, f"{what}, scored {scores}{parts}")
+
+    def _check_evaluations(
+        self, sample: Trained, record: Ready, group: GroupFacts, totals: LedgerTotals
+    ) -> None:
+        """Check that what other models computed for a trained sample is as they wrote it."""
+        evaluations = group.evaluated.get(sample.sample_id, set())
+        if all((record.generation, digest) in evaluations for digest in record.evaluated):
+            return
+        may_lack = partial(self.evidence.may_lack, partition=sample.partition, version=record.owner)
+        if any(may_lack(topic) for topic in LOGPROB_TOPICS.values()):
+            totals.unverified[
+                f"the numbers of other models in {{}} trained samples are theirs, {PURGED}"
+            ] += 1
+        else:
+            where = f"{sample.sample_id} in train step {sample.train_step}"
+            totals.findings.add(Rule.OTHER_EVALUATION, where)
 
 
 def _find_rule(record: Ready, copies: Sequence[Generated]) -> Rule:

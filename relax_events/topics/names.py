@@ -28,7 +28,14 @@ LOGPROB_TOPICS = {
     "critic": CRITIC_VALUES,
     "teacher": TEACHER_LOGPROBS,
 }
-"""The topic of SampleEvaluated, by the event's `evaluator`."""
+"""The topic of SampleEvaluated, by its `model_role`."""
+EVALUATION_FIELDS = {
+    "reference": "ref_logprobs",
+    "actor": "actor_logprobs",
+    "critic": "values",
+    "teacher": "teacher_logprobs",
+}
+"""The field of SampleReady that holds the values of SampleEvaluated, by its `model_role`."""
 TOPIC_BY_ROLE = {
     "actor-forward" if name == "actor" else name: topic for name, topic in LOGPROB_TOPICS.items()
 }

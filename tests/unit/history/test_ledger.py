@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import ended, issued, ready, rolled_out
+from event_samples import changed, ended, evaluated, issued, ready, rolled_out
 from valid_run import (
     SEVERAL,
     TAMPERINGS,
@@ -180,6 +180,64 @@ def test_samples_altered_on_both_topics_are_found_by_the_digest_of_their_generat
         finding for finding in run.ledger().findings() if finding.rule is Rule.OTHER_GENERATION
     ]
     assert [example[:13] for example in finding.examples] == ALTERED
+
+
+def evaluate(run: ValidRun, name: str, role: str, topic: str, field: str) -> None:
+    """Let a model compute numbers for a sample that is ready with them."""
+    group_id, index = name.split("/")
+    partition, offset = run.find("advantage.samples", sample_id=name)
+    sample: Any = run.at("advantage.samples", partition)[offset]
+    event = changed(
+        evaluated(group_id, int(index), model_role=role),
+        generation_digest=sample.key.generation_digest,
+        values=np.array([0, 0, -0.5, -1.5], np.float32),
+        topk_logprobs=np.full((2, 3), -2, np.float32) if role == "teacher" else None,
+    )
+    run.at(topic, partition).append(event)
+    extra = {"topk_teacher_logprobs": event.topk_logprobs} if role == "teacher" else {}
+    run.change("advantage.samples", offset, partition, **{field: event.values}, **extra)
+
+
+MODELS = {
+    "reference": ("reference.logprobs", "ref_logprobs"),
+    "actor": ("actor.logprobs", "actor_logprobs"),
+    "critic": ("critic.values", "values"),
+    "teacher": ("teacher.logprobs", "teacher_logprobs"),
+}
+
+
+@pytest.mark.parametrize("role", MODELS)
+def test_numbers_of_other_models_are_those_on_their_topics(role: str) -> None:
+    run, (topic, field) = ValidRun(12), MODELS[role]
+    for group_id in ALTERED:
+        for index in range(2):
+            evaluate(run, f"{group_id}/{index}", role, topic, field)
+    ledger = run.ledger()
+    assert (ledger.problems(), ledger.unverified()) == ([], [])
+    forged = np.array([0, 0, -0.5, -1.25], np.float32)
+    for group_id in ALTERED:
+        run.change_sample("advantage.samples", f"{group_id}/1", **{field: forged})
+    (finding,) = run.ledger().findings()
+    assert finding.rule is Rule.OTHER_EVALUATION
+    assert [example[:15] for example in finding.examples] == [f"{name}/1" for name in ALTERED]
+
+
+def test_altered_teacher_sets_and_numbers_of_another_generation_are_found() -> None:
+    run, name = ValidRun(6), "000003-0000-0/1"
+    evaluate(run, name, "teacher", *MODELS["teacher"])
+    run.change_sample("advantage.samples", name, topk_teacher_logprobs=np.zeros((2, 3), np.float32))
+    evaluate(run, "000004-0000-0/0", "critic", *MODELS["critic"])
+    run.change_sample("critic.values", "000004-0000-0/0", generation_digest="v2-of-another")
+    (finding,) = run.ledger().findings()
+    assert (finding.rule, finding.count) == (Rule.OTHER_EVALUATION, 2)
+
+
+def test_stored_numbers_of_a_model_have_the_same_digest() -> None:
+    run, name = ValidRun(6), "000003-0000-0/1"
+    evaluate(run, name, "reference", *MODELS["reference"])
+    values = np.array([0, 0, -0.5, -1.5], np.float32)
+    run.change_sample("advantage.samples", name, ref_logprobs=store_array(values))
+    assert run.ledger().problems() == []
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 32])
