@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
+import numpy as np
+
 from relax_events.events.parts import Array, MediaRef, SampleEvent, StoredArray
 from relax_events.events.types import SampleReady, SampleRolledOut
 
@@ -122,6 +124,50 @@ def _describe_array(array: Array | None) -> bytes:
         return b"-"
     dtype = array.dtype if isinstance(array, StoredArray) else array.dtype.str
     return f"{dtype}{tuple(array.shape)}".encode() + compute_array_digest(array)
+
+
+def describe_differences(
+    generated: SampleRolledOut, ready: SampleReady, *, has_segments: bool = True
+) -> str:
+    """Return the fields in which a ready sample differs from the generated one, each with both
+    values, of an array the first that differs; empty where `describe_trajectory` is the same.
+
+    Args:
+        generated: The rolled-out sample, its arrays fetched.
+        ready: The ready one, likewise.
+        has_segments: Whether version segments are compared.
+    """
+    names = ("finish_reason", "num_prompt_tokens", "temperature", "path_lengths", "truncated_paths")
+    pairs = [(name, getattr(generated, name), getattr(ready, name)) for name in names]
+    if has_segments:
+        pairs.append(("version_segments", generated.version_segments, ready.version_segments))
+    was_media, media = (
+        [
+            [file.digest.hex()[:16] for file in files]
+            for files in (_list_media(one), *one.path_media)
+        ]
+        for one in (generated, ready)
+    )
+    pairs.append(("media", was_media, media))
+    differences = [f"{name} was {was}, is {now}" for name, was, now in pairs if was != now]
+    for name in ("tokens", "loss_mask", "rollout_logprobs", "routed_experts"):
+        was, now = getattr(generated, name), getattr(ready, name)
+        if _describe_array(was) != _describe_array(now):
+            differences.append(_describe_array_difference(name, was, now))
+    return "; ".join(differences)
+
+
+def _describe_array_difference(name: str, was: Array | None, now: Array | None) -> str:
+    if not (isinstance(was, np.ndarray) and isinstance(now, np.ndarray)):
+        return f"{name} differs"
+    if (was.shape, was.dtype) != (now.shape, now.dtype):
+        return f"{name} was {was.dtype}{list(was.shape)}, is {now.dtype}{list(now.shape)}"
+    places = np.argwhere(was != now).tolist()
+    if not places:
+        return f"{name} differs in the sign of a zero"
+    at = tuple(places[0])
+    where = f"{name}{list(at)} was {was[at]}, is {now[at]}"
+    return f"{where} ({len(places)} values differ)" if len(places) > 1 else where
 
 
 def _list_media(sample: SampleRolledOut | SampleReady) -> Sequence[MediaRef]:

@@ -13,26 +13,31 @@ are read. That only decides how much is held in memory: a late record is checked
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.errors import BrokerError, ObjectError
 from relax_events.events.codec import names_schema
+from relax_events.events.generations import describe_differences
 from relax_events.events.parts import TopicOffset
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
     PromptGroupEnded,
     PromptGroupIssued,
+    SampleReady,
+    SampleRolledOut,
     TrainStepCommitted,
 )
 from relax_events.history.ledger_advantages import RecordedAdvantages, list_recorded_settings
 from relax_events.history.run_log import OffsetRange, RunLog, TopicPartition
 from relax_events.history.stored_weights import StoredWeights
 from relax_events.kafka.records import Record
+from relax_events.objects.claim_check import check_out
 from relax_events.projections.ledger import Ledger
-from relax_events.projections.ledger_findings import Rule
+from relax_events.projections.ledger_findings import Comparison, Rule
 from relax_events.projections.purged_ranges import PurgedRanges
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
@@ -46,6 +51,7 @@ from relax_events.topics.names import (
     ROLLOUT_SAMPLES,
     TRAIN_STEPS,
     TRAINER_INPUTS,
+    TRAINING_SAMPLES,
 )
 
 log = structlog.get_logger()
@@ -66,6 +72,7 @@ DECISION_TOPICS = (
 )
 
 OnProgress = Callable[[int, int], None]
+OneSample = TypeVar("OneSample", SampleRolledOut, SampleReady)
 
 
 def _say_nothing(num_read: int, num_records: int) -> None:
@@ -184,10 +191,30 @@ class LedgerReader:
             self._read_until([self._ends_partition], below, chunk=CHUNK_RECORDS)
             self._ledger.finalize(below)
         self._weights.check(self._ledger)
+        self._name_differences()
         unreadable = self._log.unreadable
         if unreadable.count:
             log.warning("records.decode_failed", count=unreadable.count, first=unreadable.named[0])
         return self._ledger
+
+    def _name_differences(self) -> None:
+        """Read the records of a few findings again, and name the fields in which they differ."""
+        for example, at in self._ledger.comparisons.items():
+            try:
+                generated = self._read_sample(ROLLOUT_SAMPLES, at, SampleRolledOut)
+                ready = self._read_sample(TRAINING_SAMPLES, at, SampleReady)
+            except (BrokerError, ObjectError, StopIteration) as error:
+                log.warning("records.not_compared", sample_id=at.sample_id, error=str(error))
+                continue
+            has_segments = self._config.algorithm.has_rewards
+            difference = describe_differences(generated, ready, has_segments=has_segments)
+            self._ledger.add_difference(example, difference or "its versions or generation differ")
+
+    def _read_sample(self, entity: str, at: Comparison, kind: type[OneSample]) -> OneSample:
+        offset = at.generated_offset if entity == ROLLOUT_SAMPLES else at.ready_offset
+        records = self._log.read_at(entity, [(at.partition, offset)], kind)
+        sample = next(one.event for one in records if one.event.sample_id == at.sample_id)
+        return sample if self._weights.store is None else check_out(sample, self._weights.store)
 
     def _is_read(self) -> bool:
         return all(

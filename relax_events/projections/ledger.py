@@ -10,8 +10,8 @@ facts are checked whenever the result is asked for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from sys import intern
 from typing import Any
 
@@ -39,7 +39,13 @@ from relax_events.projections.ledger_facts import (
     digest_evaluation,
     digest_reward_parts,
 )
-from relax_events.projections.ledger_findings import WARNINGS, Finding, LedgerTotals, Rule
+from relax_events.projections.ledger_findings import (
+    WARNINGS,
+    Comparison,
+    Finding,
+    LedgerTotals,
+    Rule,
+)
 from relax_events.projections.ledger_group_check import GroupCheck, check_slots
 from relax_events.projections.ledger_step_check import SequenceCheck, StepCheck
 from relax_events.projections.purged_ranges import PurgedRanges
@@ -87,6 +93,7 @@ class Ledger:
     _closed: set[int] = field(default_factory=set)
     _sequence: SequenceCheck = field(init=False)
     _skipped_rows: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _differences: dict[str, str] = field(default_factory=dict)
     _ended_external: set[str] = field(default_factory=set)
     _evidence: Evidence = field(init=False)
     _step_check: StepCheck = field(init=False)
@@ -253,8 +260,8 @@ class Ledger:
                 return
             copies = group.generated.setdefault(event.sample_id, [])
             group.num_generated += 1
-            copy = Generated.from_event(event, has_segments=self.has_rewards)
-            if copy not in copies:
+            copy = Generated.from_event(event, offset=at.offset, has_segments=self.has_rewards)
+            if all(other[:-1] != copy[:-1] for other in copies):
                 copies.append(copy)
         elif group is not None and isinstance(event, SampleScored):
             is_usable = event.error is None and all(map(is_reward, event.components.values()))
@@ -403,7 +410,12 @@ class Ledger:
 
     def findings(self) -> list[Finding]:
         """Return every broken promise; an empty list proves the run."""
-        return self._all_totals().findings.as_list(set(Rule) - WARNINGS)
+        return [
+            replace(
+                one, examples=tuple(name + self._differences.get(name, "") for name in one.examples)
+            )
+            for one in self._all_totals().findings.as_list(set(Rule) - WARNINGS)
+        ]
 
     def warnings(self) -> list[Finding]:
         """Return what cost work and broke no promise."""
@@ -422,6 +434,15 @@ class Ledger:
             for claim, count in self._all_totals().unverified.items()
             if count
         ]
+
+    @property
+    def comparisons(self) -> Mapping[str, Comparison]:
+        """The records whose difference would explain an example of a finding, by the example."""
+        return self._all_totals().findings.comparisons
+
+    def add_difference(self, example: str, difference: str) -> None:
+        """Add to an example of a finding in what its records differ."""
+        self._differences[example] = f": {difference}"
 
     def add_finding(self, rule: Rule, example: str) -> None:
         """Add a finding from outside the log."""

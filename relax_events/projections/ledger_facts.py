@@ -101,13 +101,18 @@ class Generated(NamedTuple):
     generation: str
     whole: bytes
     """Digest of all that was generated besides the tokens."""
+    offset: int
+    """Of the first of its equal records."""
 
     @classmethod
-    def from_event(cls, event: SampleRolledOut, *, has_segments: bool = True) -> Generated:
+    def from_event(
+        cls, event: SampleRolledOut, *, offset: int, has_segments: bool = True
+    ) -> Generated:
         """Build it from the record.
 
         Args:
             event: The sample.
+            offset: Of the record.
             has_segments: Whether the ready record has version segments, too.
         """
         tokens, whole = describe_trajectory(event)
@@ -124,6 +129,7 @@ class Generated(NamedTuple):
             rest,
             intern(event.key.generation_digest),
             whole,
+            offset,
         )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 MAX_EXAMPLES = 5
 
@@ -143,19 +144,31 @@ class Finding:
         return f"{self.rule}: {self.count}, for example {self.examples[0]}; {self.remedy}"
 
 
+class Comparison(NamedTuple):
+    """Where the two records of a sample are that differ."""
+
+    sample_id: str
+    partition: int
+    ready_offset: int
+    generated_offset: int
+
+
 @dataclass(slots=True)
 class Findings:
     """Counts broken promises; memory does not grow with their number."""
 
     counts: dict[Rule, int] = field(default_factory=dict)
     examples: dict[Rule, list[str]] = field(default_factory=dict)
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    """Of the examples that are records to compare."""
 
-    def add(self, rule: Rule, example: str) -> None:
+    def add(self, rule: Rule, example: str, *, comparison: Comparison | None = None) -> None:
         """Count a broken promise, with an example."""
         self.counts[rule] = self.counts.get(rule, 0) + 1
         examples = self.examples.setdefault(rule, [])
         if len(examples) < MAX_EXAMPLES:
             examples.append(example)
+            self.comparisons |= {} if comparison is None else {example: comparison}
 
     def add_all(self, other: Findings) -> None:
         """Add the findings of another."""
@@ -164,6 +177,8 @@ class Findings:
             self.examples[rule] = [*self.examples.get(rule, ()), *other.examples[rule]][
                 :MAX_EXAMPLES
             ]
+            named = other.comparisons.keys() & self.examples[rule]
+            self.comparisons |= {example: other.comparisons[example] for example in named}
 
     def as_list(self, rules: Set[Rule]) -> list[Finding]:
         """Return the findings by these rules, in the order of all rules."""

@@ -20,7 +20,13 @@ from relax_events.projections.ledger_facts import (
     Verdict,
     find_contradiction,
 )
-from relax_events.projections.ledger_findings import PURGED, Findings, LedgerTotals, Rule
+from relax_events.projections.ledger_findings import (
+    PURGED,
+    Comparison,
+    Findings,
+    LedgerTotals,
+    Rule,
+)
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import LOGPROB_TOPICS, REWARD_SCORES, ROLLOUT_SAMPLES
 
@@ -132,7 +138,8 @@ class StepCheck:
                 f"{{}} trained samples were generated as they were trained, {PURGED}"
             ] += 1
         elif copy is None:
-            totals.findings.add(_find_rule(record, copies), where)
+            rule, other = _find_rule(record, copies)
+            totals.findings.add(rule, where, comparison=other and _compare(sample, other))
         return copy
 
     def _check_generated(self, sample: Trained, group: GroupFacts, totals: LedgerTotals) -> None:
@@ -181,12 +188,21 @@ class StepCheck:
             totals.findings.add(Rule.OTHER_EVALUATION, where)
 
 
-def _find_rule(record: Ready, copies: Sequence[Generated]) -> Rule:
-    """Return the rule that a record breaks whose trajectory is none of the generated ones."""
+def _find_rule(record: Ready, copies: Sequence[Generated]) -> tuple[Rule, Generated | None]:
+    """Return the rule that a record breaks whose trajectory is none of the generated ones, and the
+    one most like it.
+    """
     if not copies:
-        return Rule.NEVER_GENERATED
-    has_tokens = any(record._replace(rest=copy.rest).find_copy([copy]) for copy in copies)
-    return Rule.OTHER_TRAJECTORY if has_tokens else Rule.OTHER_TOKENS
+        return Rule.NEVER_GENERATED, None
+    for copy in copies:
+        if record._replace(rest=copy.rest).find_copy([copy]):
+            return Rule.OTHER_TRAJECTORY, copy
+    of_generation = (copy for copy in copies if copy.generation == record.generation)
+    return Rule.OTHER_TOKENS, next(of_generation, copies[0])
+
+
+def _compare(sample: Trained, copy: Generated) -> Comparison:
+    return Comparison(sample.sample_id, sample.partition, sample.offset, copy.offset)
 
 
 @dataclass(slots=True)

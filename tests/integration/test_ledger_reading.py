@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 import torch
@@ -28,6 +29,7 @@ from relax_events.kafka.records import ProducerRecord
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.objects import ObjectStore
 from relax_events.projections.ledger import Ledger
+from relax_events.projections.ledger_findings import Rule
 from relax_events.reports.terminal import ProgressDisplay
 from relax_events.runtime.drain import Drain
 from relax_events.session.records import RunSessions
@@ -235,6 +237,24 @@ def test_ledger_check_prints_rule_record_locations_and_remedy(
     assert check(run_file, output="json") == 6
     (problem,) = orjson.loads(capsys.readouterr().out)["problems"]
     assert (problem["count"], len(problem["examples"])) == (2, 2)
+
+
+def test_findings_name_the_fields_that_differ_with_both_values(
+    config: RunConfig, write: Callable[[ValidRun], None]
+) -> None:
+    run = ValidRun(6, run_id=config.run.id)
+    mask = np.array([1, 0, 1, 1], np.uint8)
+    run.change_sample("advantage.samples", "000003-0000-0/1", temperature=0.5, loss_mask=mask)
+    tokens = np.array([5, 9, 7, 9], np.int32)
+    run.change_sample("advantage.samples", "000004-0000-0/1", tokens=tokens)
+    write(run)
+    tokens_altered, trajectory_altered = (
+        [example.partition(": ")[2] for example in finding.examples]
+        for finding in read_ledger(config).findings()
+        if finding.rule in (Rule.OTHER_TOKENS, Rule.OTHER_TRAJECTORY)
+    )
+    assert tokens_altered == ["tokens[1] was 6, is 9 (2 values differ)"]
+    assert trajectory_altered == ["temperature was 1.0, is 0.5; loss_mask[0] was 0, is 1"]
 
 
 def test_ledger_check_warns_of_a_prompt_group_that_was_issued_twice(
