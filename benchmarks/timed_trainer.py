@@ -63,6 +63,9 @@ class TimedBackend:
         self._num_loss_tokens += tokens
         self._num_tokens += sum(len(np.asarray(sample.tokens)) for sample in micro_batch)
 
+    def check(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Take what only the critic learns from."""
+
     def discard(self) -> None:
         """Forget what was queued; the devices have spent the time on it."""
         self._num_samples = self._num_tokens = self._num_loss_tokens = 0

@@ -42,6 +42,7 @@ from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import EVALUATIONS, TRAINING_SAMPLES
 from relax_events.training.backend.factory import open_backend
+from relax_events.training.backend.learning_rate import holds_policy
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.step_sums import require_agreement
 from relax_events.training.backend.weight_stream import weight_parts
@@ -246,7 +247,7 @@ class TrainLoop:
             assembler=self._assembler,
         )
         self._backend.on_progress(self._progress_in_step)
-        at_start = self._backend.policy_version == self._config.first_version
+        at_start = self._backend.policy_version <= self._config.first_policy_step
         self._has_start_weights = at_start and not self._config.is_replay
         make = BalancedBatches if self._opener.is_in_rounds else LiveBatches
         self._live = make(
@@ -287,9 +288,17 @@ class TrainLoop:
         self._finish_step(share)
         return True
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether only the critic learns from the current step."""
+        batch = self._recorded.current if self._recorded is not None else None
+        step = self._backend.policy_version
+        return holds_policy(self._config, step=step, recorded=batch.step if batch else None)
+
     def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        accumulate = self._backend.check if self._is_held else self._backend.accumulate
         if not micro_batch:  # of a round in which other ranks have one
-            self._backend.accumulate(micro_batch)
+            accumulate(micro_batch)
             self._progress_in_step()
             return
         started = time.monotonic()
@@ -307,7 +316,7 @@ class TrainLoop:
             self._commits.phases.measure("forward_backward"),
             self._worker.lifecycle.piece("train a micro-batch"),
         ):
-            self._backend.accumulate(micro_batch)
+            accumulate(micro_batch)
         if self._ranks.at.is_data_leader:
             self._worker.metrics.count_tokens(num_tokens)
         self._worker.lifecycle.record_processed(len(micro_batch), started)
@@ -326,8 +335,11 @@ class TrainLoop:
 
     def _finish_step(self, share: RankStepResult) -> None:
         """Update, write weights, commit; only then are the step's records decided."""
-        step = self._backend.policy_version
-        metrics = self._update(step)
+        step, is_held = self._backend.policy_version, self._is_held
+        metrics = None if is_held else self._update(step)
+        if is_held:
+            log.info("update.held", train_step=step, until_step=self._config.first_policy_step)
+            self._backend.skip_step()
         self._schedule.poll()
         self._commits.commit_step()
         if self._follower is not None:
@@ -355,6 +367,7 @@ class TrainLoop:
                     self._commits.phases.snapshot(),
                     self._schedule.written,
                     self._began_ns,
+                    is_held,
                 )
             )
         recorded = self._recorded

@@ -272,8 +272,8 @@ class CriticConfig(Section):
     value_clip: Annotated[float, Field(ge=0)] = 0.2
     """Clip range of a new value around its recorded value; 0 disables clipping."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps of the run in which only the critic learns: the policy's learning rate is 0, and
-    its own warm-up begins after them."""
+    """First steps of the run in which only the critic learns: the policy makes no update, and its
+    own warm-up begins after them."""
     ranks: Annotated[Positive | None, free(ROUNDING)] = None
     """Processes that hold the critic together, laid out by the trainer's `_parallel` sizes; what is
     left is data parallel. By default `trainer.ranks` where these hold parts of the model (one of

@@ -400,7 +400,7 @@ class TrainStepCommitted:
     """A train step was committed: its samples in trained order, and its metrics.
 
     `update_skipped` means that loss or gradient was not finite: the samples count as trained,
-    and the new version has the weights of the one before.
+    and the new version has the weights of the one before. So it has after `update_held`.
     """
 
     train_step: int
@@ -435,6 +435,9 @@ class TrainStepCommitted:
     update_skipped: bool = False
     """Whether the optimizer update was skipped because loss or gradient was not finite; the new
     version then has the weights of the one before."""
+    update_held: bool = False
+    """Whether the policy made no update because only the critic learned (`critic.warmup_steps`);
+    the new version then has the weights of the one before."""
     max_cells: int = 0
     """Budget in tokens of the passes in which the step was trained, after an out-of-memory error; 0
     where it is `trainer.max_tokens_per_micro_batch`."""

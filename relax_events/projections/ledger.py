@@ -400,6 +400,7 @@ class Ledger:
             "samples_trained_twice": counts["trained twice"],
             "samples_lost": counts["lost"],
             "updates_skipped": counts["updates skipped"],
+            "updates_held": counts["updates held"],
             "rollouts_regenerated": counts["regenerated"],
             "staleness_max": max(ages, default=0),
             "staleness_mean": sum(age * count for age, count in ages.items()) / total

@@ -285,16 +285,17 @@ class SequenceCheck:
         return findings
 
     def _check_weights(self, event: TrainStepCommitted, where: str) -> None:
-        """Check that a skipped update kept the weights of the previous step, where that is on the
-        log.
+        """Check that a skipped or held update kept the weights of the previous step, where that is
+        on the log.
         """
         before, self.newest_weights = (
             self.newest_weights,
             (event.policy_version, event.weights_digest),
         )
         self.totals.counts["updates skipped"] += event.update_skipped
+        self.totals.counts["updates held"] += event.update_held
         if (
-            event.update_skipped
+            (event.update_skipped or event.update_held)
             and before[0] == event.train_step
             and before[1] != event.weights_digest
         ):

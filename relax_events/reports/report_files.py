@@ -30,6 +30,8 @@ samples_foreign, records_unreadable: Records of unknown producers in the run's t
     prompt groups that were never issued, and records that are no event.
 samples_lost: Generated samples of a trained prompt group that no step trained.
 samples_trained_twice: Samples that more than one step, or one step more than once, trained.
+updates_skipped, updates_held: Train steps that made no update of the policy: loss or gradient was
+    not finite, or only the critic learned (`critic.warmup_steps`).
 rollouts_regenerated: Samples that were generated again after the first time, for example after a
     worker died.
 staleness_mean, staleness_max, staleness_counts: Policy versions between a sample's oldest token and

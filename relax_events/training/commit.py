@@ -74,13 +74,14 @@ class StepCommitter:
         metrics: Mapping[str, float] | None,
         phase_seconds: Mapping[str, float],
         checkpoint: CheckpointRef | None,
+        is_held: bool = False,
         step_headers: Mapping[str, str] = NO_HEADERS,
         version_headers: Mapping[str, str] = NO_HEADERS,
     ) -> TrainStepCommitted:
         """Commit a step with its outcomes, version and offsets; the step and version records carry
         their trace contexts.
 
-        Without metrics, the step's update was skipped.
+        Without metrics, the step's update was skipped, or held while only the critic learns.
         """
         has_rewards = self._worker.config.algorithm.has_rewards
         record = StepRecord.merge(results, has_rewards=has_rewards)
@@ -99,7 +100,8 @@ class StepCommitter:
             phase_seconds=dict(phase_seconds),
             weights_digest=digest,
             checkpoint=checkpoint,
-            update_skipped=metrics is None,
+            update_skipped=metrics is None and not is_held,
+            update_held=is_held,
             max_cells=max(result.max_cells for result in results),
         )
         ended = [

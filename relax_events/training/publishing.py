@@ -55,11 +55,13 @@ class TrainedStep:
     train_step: int
     results: Sequence[RankStepResult]
     metrics: Mapping[str, float] | None
-    """None where the update was skipped."""
+    """None where the update was skipped or held."""
     phase_seconds: Mapping[str, float]
     checkpoint: CheckpointRef | None
     began_ns: int
     """Start of the step, in nanoseconds since the epoch."""
+    is_held: bool = False
+    """Whether only the critic learned."""
 
 
 class StepPublisher:
@@ -178,6 +180,7 @@ class StepPublisher:
             metrics=trained.metrics,
             phase_seconds=trained.phase_seconds,
             checkpoint=trained.checkpoint,
+            is_held=trained.is_held,
             step_headers=step.headers,
             version_headers=publication.headers,
         )

@@ -100,10 +100,15 @@ def test_advantages_are_computed_from_the_recorded_critic_values(ppo_run: Finish
 
 
 def test_policy_is_not_trained_during_critic_warmup(ppo_run: FinishedRun) -> None:
-    report = report_of(ppo_run.run_file.parent, ppo_run.config.run.id)
+    folder, run_id = ppo_run.run_file.parent, ppo_run.config.run.id
+    report = report_of(folder, run_id)
     rates, digests = report["curves"]["learning_rate"], report["weights_digests"]
-    assert rates == [0.0, 1e-3, 1e-3]
+    assert rates == [None, 1e-3, 1e-3]
+    assert (report["updates_held"], report["updates_skipped"]) == (1, 0)
+    assert report["samples_trained"] == 3 * 16
     assert len(set(digests)) == len(digests) == 3
+    held = [line for line in log_of(folder, run_id, "trainer-0") if line["event"] == "update.held"]
+    assert [(line["train_step"], line["until_step"]) for line in held] == [(0, 1)]
 
 
 @pytest.mark.long

@@ -209,9 +209,12 @@ class HashingBackend:
         self.policy_version, self._digest = 0, 0
         self._names: list[str] = []
 
-    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+    def check(self, micro_batch: Sequence[SampleReady]) -> None:
         if untrainable := [sample.sample_id for sample in micro_batch if is_untrainable(sample)]:
             raise PoisonSample(f"sample {untrainable[0]} can't be trained on")
+
+    def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
+        self.check(micro_batch)
         self._names += [sample.sample_id for sample in micro_batch]
 
     def discard(self) -> None:
@@ -293,6 +296,7 @@ class RememberingLedger(Ledger):
         self.versions: list[int] = []
         self.steps: list[int] = []
         self.skipped: list[int] = []
+        self.held: list[int] = []
         self.not_finite: list[int] = []
 
     def apply(self, event: Event, at: TopicOffset, *, key: str = "") -> None:
@@ -306,7 +310,10 @@ class RememberingLedger(Ledger):
         elif isinstance(event, TrainStepCommitted):
             self.steps.append(event.train_step)
             self.skipped += [event.train_step] * event.update_skipped
-            self.not_finite += [event.train_step] * is_not_finite(event.sample_ids)
+            self.held += [event.train_step] * event.update_held
+            self.not_finite += [event.train_step] * (
+                is_not_finite(event.sample_ids) and not event.update_held
+            )
             self.trained.update(event.sample_ids)
             self.trained_groups.update(event.prompt_group_ids)
 

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 )
 from simulated_run import SimulatedRun
 
+from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.tensors import dense
@@ -425,6 +426,7 @@ class WorkerMachine(RuleBasedStateMachine):
         )
         assert run.ledger.totals()["outcomes"]["in_flight"] == 0
         assert run.ledger.skipped == run.ledger.not_finite
+        assert run.ledger.held == list(range(run.config.first_policy_step))
         assert run.ledger.totals()["updates_skipped"] == len(run.ledger.skipped)
 
     def _serve(self, num_rolled_out: int) -> None:
@@ -495,6 +497,15 @@ class OverlapMachine(WorkerMachine):
         )
 
 
+class WarmUpMachine(WorkerMachine):
+    """The same, of a trainer whose policy makes no update while only a critic learns."""
+
+    @initialize()
+    def start_run(self) -> None:
+        self._patches.setattr(RunConfig, "first_policy_step", 2)
+        super().start_run()
+
+
 def explore(
     *, max_examples: int, is_fixed: bool = True, machine: type[WorkerMachine] = WorkerMachine
 ) -> None:
@@ -512,7 +523,7 @@ def explore(
     run_state_machine_as_test(machine, settings=chosen)
 
 
-@pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
+@pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine, WarmUpMachine])
 def test_guarantees_hold_under_random_interleavings_and_crashes(
     machine: type[WorkerMachine],
 ) -> None:
@@ -521,7 +532,7 @@ def test_guarantees_hold_under_random_interleavings_and_crashes(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine])
+@pytest.mark.parametrize("machine", [WorkerMachine, OverlapMachine, WarmUpMachine])
 def test_guarantees_hold_under_many_more_random_examples(machine: type[WorkerMachine]) -> None:
     explore(max_examples=200, is_fixed=False, machine=machine)
 

@@ -186,7 +186,7 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
     """
     if recorded.sample_ids != replayed.sample_ids:
         return "other samples, or in another order"
-    if recorded.update_skipped != replayed.update_skipped:
+    if _describe_update(recorded) != _describe_update(replayed):
         return f"its update was {_describe_update(recorded)}, is {_describe_update(replayed)}"
     for name in sorted(recorded.metrics):
         before, after = recorded.metrics.get(name), replayed.metrics.get(name)
@@ -202,4 +202,4 @@ def first_difference(recorded: TrainStepCommitted, replayed: TrainStepCommitted)
 
 
 def _describe_update(step: TrainStepCommitted) -> str:
-    return "skipped" if step.update_skipped else "made"
+    return "skipped" if step.update_skipped else "held" if step.update_held else "made"

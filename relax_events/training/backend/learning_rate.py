@@ -5,11 +5,26 @@ from __future__ import annotations
 import math
 
 from relax_events.config import RunConfig, TrainerConfig
+from relax_events.events.types import TrainStepCommitted
+
+
+def holds_policy(
+    config: RunConfig, *, step: int, recorded: TrainStepCommitted | None = None
+) -> bool:
+    """Return whether only the critic learns from a step.
+
+    Args:
+        config: The run.
+        step: The train step.
+        recorded: The parent's step that a replay trains again. Where an older release trained it at
+            a learning rate of 0, which moved the optimizer's state, the replay does so, too.
+    """
+    return step < config.first_policy_step and (recorded is None or recorded.update_held)
 
 
 def compute_policy_learning_rate(config: RunConfig, *, step: int) -> float:
-    """Return the policy's learning rate in a step: 0 while only the critic learns, and its schedule
-    from then on.
+    """Return the policy's learning rate in a step: its schedule, once the critic has learned alone.
+    Before, it is 0, for the steps of older releases that are trained again.
     """
     if step < config.first_policy_step:
         return 0.0

@@ -308,6 +308,14 @@ class TrainerBackend(Protocol):
             OutOfMemory: A pass did not fit the device; the step has to be discarded.
         """
 
+    def check(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Check a micro-batch of a step that only the critic learns from: nothing runs, and nothing
+        is added. Local to a rank.
+
+        Raises:
+            PoisonSample: A sample can't be trained on.
+        """
+
     def discard(self) -> None:
         """Discard the gradients accumulated since the last step. Local to a rank, as `accumulate`
         is.

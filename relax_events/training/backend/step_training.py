@@ -248,6 +248,11 @@ class StepTraining(ABC, Generic[Batch, Update, Metrics]):
             if len(packed.batch.targets):
                 self._take_batch(part, packed)
 
+    def check(self, micro_batch: Sequence[SampleReady]) -> None:
+        """Pack a micro-batch, and drop it; see `TrainerBackend`."""
+        for part in self._split(micro_batch) if micro_batch else ():
+            self._pack(part)
+
     def _split(self, micro_batch: Sequence[SampleReady]) -> Sequence[Sequence[SampleReady]]:
         """Split a micro-batch by its padded size where each sample has its own row."""
         if self._model.shares_rows:

@@ -3,7 +3,7 @@ log, and trains them again in recorded order.
 
 No rollout is generated twice, and the other roles continue. On the CPU the resulting weights equal
 the published ones bit for bit, which the digest of each step verifies. A step whose update was
-skipped is skipped again.
+skipped or held has none again.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Replay:
                 f"the log goes from version {self._backend.policy_version} to step "
                 f"{batch.step.train_step}; the control log has a gap"
             )
-        if batch.step.update_skipped:
+        if batch.step.update_skipped or batch.step.update_held:
             self._backend.skip_step()
         else:
             self._update(batch)

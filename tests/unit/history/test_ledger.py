@@ -91,6 +91,17 @@ def test_samples_of_a_skipped_update_are_counted_once() -> None:
     ) == (1, 24, 12)
 
 
+def test_held_update_is_counted_apart_and_keeps_the_weights() -> None:
+    run = ValidRun(6)
+    for step in (0, 1):
+        change_step(run, step, update_held=True)
+    totals = run.ledger().totals()
+    assert (totals["updates_held"], totals["updates_skipped"]) == (2, 0)
+    assert run.ledger().problems() == []
+    change_step(run, 1, weights_digest=b"2" * 32)
+    assert rules(run.ledger()) == {Rule.SKIPPED_MOVED}
+
+
 def test_ledger_counts_trained_samples_by_their_outcome() -> None:
     run = ValidRun(6)
     refuse_sample(run, "000003-0000-0/1", mean_reward=0.0)

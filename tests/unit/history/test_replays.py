@@ -342,6 +342,8 @@ def test_first_difference_of_two_steps_is_reported_ignoring_times() -> None:
         first_difference(step, dataclasses.replace(step, sample_ids=["b", "a"]))
         == "other samples, or in another order"
     )
+    held = dataclasses.replace(step, update_held=True)
+    assert first_difference(held, step) == "its update was held, is made"
     assert first_difference(
         step, dataclasses.replace(step, weights_digest=bytes([1] * 32))
     ).startswith("weights digest was 0000")

@@ -155,6 +155,13 @@ def test_run_state_counts_consecutive_skipped_updates_since_the_last_resume() ->
     assert state.num_consecutive_skips == 1
 
 
+def test_held_updates_do_not_count_as_skipped_ones() -> None:
+    state = RunState()
+    for step in range(10):
+        state.apply(committed(step, update_held=True, committed_at=step + 1))
+    assert (state.num_consecutive_skips, state.num_updates_skipped) == (0, 0)
+
+
 def test_forged_metrics_reports_do_not_count_as_skipped_updates() -> None:
     """Every role may write to control.metrics: its records must not end a run."""
     state = RunState()

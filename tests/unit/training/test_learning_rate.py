@@ -1,12 +1,14 @@
 """The learning rate over a run, worked out by hand."""
 
 import pytest
+from event_samples import committed
 from small_settings import small_run
 
-from relax_events.config import TrainerConfig
+from relax_events.config import RunConfig, TrainerConfig
 from relax_events.training.backend.learning_rate import (
     compute_policy_learning_rate,
     compute_scheduled_learning_rate,
+    holds_policy,
 )
 from tests.unit.trainer_samples import run_config
 
@@ -71,14 +73,18 @@ def test_constant_schedule_takes_no_minimum():
         TrainerConfig(min_learning_rate_ratio=0.1)
 
 
-def policy_rates(name: str, steps: range, **parent: object) -> list[float]:
+def warm_up_run(name: str, **parent: object) -> RunConfig:
     tree = run_config(
         algorithm={"name": name},
         trainer={"learning_rate": 1.0, "warmup_steps": 2, "schedule": "linear"},
     ).model_dump()
     tree |= {"critic": {"warmup_steps": 2}, "parent": parent}
     tree["run"]["num_steps"] = 6
-    config = small_run(tree)
+    return small_run(tree)
+
+
+def policy_rates(name: str, steps: range, **parent: object) -> list[float]:
+    config = warm_up_run(name, **parent)
     return [compute_policy_learning_rate(config, step=step) for step in steps]
 
 
@@ -93,3 +99,17 @@ def test_critic_warm_up_restarts_in_a_fork_but_not_in_a_replay():
         0,
     ]
     assert policy_rates("ppo", range(3, 6), run="other", from_version=3)[0] > 0
+
+
+def test_policy_is_held_while_only_the_critic_learns():
+    ppo, grpo = warm_up_run("ppo"), warm_up_run("grpo")
+    assert [holds_policy(ppo, step=step) for step in range(4)] == [True, True, False, False]
+    assert not holds_policy(grpo, step=0)
+
+
+def test_replay_holds_what_was_held_and_trains_what_an_older_release_trained():
+    replay = warm_up_run("ppo", run="other")
+    for is_held in (True, False):
+        recorded = committed(1, update_held=is_held)
+        assert holds_policy(replay, step=1, recorded=recorded) == is_held
+    assert not holds_policy(replay, step=2, recorded=committed(2, update_held=True))

@@ -652,6 +652,27 @@ def test_skipped_step_keeps_weights_and_optimizer_and_increments_the_version():
     )
 
 
+def test_policy_after_held_steps_is_the_one_that_began_at_their_end():
+    held, clean, poison = backend(), backend(), changed(SAMPLES[3], tokens=SAMPLES[3].tokens + 9999)
+    before = snapshot(held.state()).tensors
+    for _ in range(2):
+        held.check([])
+        held.check(SAMPLES)
+        with pytest.raises(PoisonSample, match="s3"):
+            held.check([SAMPLES[0], poison])
+        held.skip_step()
+    assert held.policy_version == 2
+    after = held.state().tensors
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    clean.policy_version = 2  # the learning rate goes by the version
+    for trainer in (held, clean):
+        trainer.accumulate(SAMPLES)
+    assert held.step() == clean.step()
+    first, second = held.state().tensors, clean.state().tensors
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
 def test_weights_are_a_snapshot_in_hugging_face_names():
     mine = backend()
     weights = collect_weights(mine)
