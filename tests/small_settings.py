@@ -25,6 +25,7 @@ SMALL: Mapping[str, Any] = {
     "engine.threads": 1,
     "workers.drain_seconds": 20.0,
     "run.weight_update_mode": "drain",
+    "run.retain_versions": 0,
 }
 
 

@@ -51,6 +51,7 @@ def plan(
 
 def _print(planned: PlannedRun) -> None:
     from relax_events.cli.output import print_rows
+    from relax_events.planning.derived import compute_log_bytes
     from relax_events.planning.inventory import format_bytes
     from relax_events.planning.run_plan import NO_CHANGE
 
@@ -87,6 +88,12 @@ def _print(planned: PlannedRun) -> None:
             f"(environment.max_turns, engine.max_context_tokens) is trained in "
             f"{passes if episode.num_passes > 1 else 'one pass'}; its arrays take at most "
             f"{format_bytes(episode.host_bytes)} of host memory"
+        )
+    if step_bytes := compute_log_bytes(planned.config):
+        whole = step_bytes * planned.config.num_train_steps
+        print(
+            f"of each broker's disk the log takes at most {format_bytes(step_bytes)} a step and "
+            f"{format_bytes(whole)} in all, unless run.retain_versions bounds it"
         )
     used = {device.index for device in plan.devices}
     if unused := [index for index in range(planned.num_devices) if index not in used]:

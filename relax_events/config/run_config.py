@@ -84,9 +84,12 @@ class RunSection(Section):
     group within the staleness bound."""
     max_failed_prompt_groups: Annotated[Positive, free("when to give up")] = 64
     """Consecutive prompt groups that may fail before the run ends with an error."""
-    retain_versions: Annotated[int, Field(ge=0), free("what is kept from here on")] = 0
+    retain_versions: Annotated[
+        OrDerived[Annotated[int, Field(ge=0)]], free("what is kept from here on")
+    ] = DERIVED
     """Number of newest policy versions whose records stay on the log; 0 keeps all, so that every
-    version can be replayed."""
+    version can be replayed. Derived: 0; where the embedded broker's disk can't be expected to hold
+    all records, as many versions as half of what is free there holds."""
     follower_versions: Annotated[int, Field(ge=0), free("what is kept from here on")] = 200
     """How many more versions keep their trained samples until a replay of this run (`parent.run`)
     has trained them; 0 keeps none."""
@@ -106,7 +109,7 @@ class RunSection(Section):
 
     @model_validator(mode="after")
     def _window_is_retained(self) -> RunSection:
-        if 0 < self.retain_versions <= self.max_staleness:
+        if 0 < (self.retain_versions or 0) <= self.max_staleness:
             raise ValueError(
                 f"retain_versions must be 0 or above max_staleness = {self.max_staleness}, got "
                 f"{self.retain_versions}: the trainer still reads those versions; set "

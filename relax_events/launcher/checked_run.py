@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from relax_events.config import EvaluationDatasetConfig, RowsConfig, RunConfig
+from relax_events.config.addresses import EMBEDDED
 from relax_events.data.rows import PromptRow, PromptSource
 from relax_events.data.sources import (
     is_generated,
@@ -44,7 +45,11 @@ class CheckedRun:
         """The configuration with derived keys, and these; raises ConfigError where a checkpoint
         can't be read.
         """
-        return resolve_defaults(self.config, earlier_config=read_resolved(self.config))
+        return resolve_defaults(
+            self.config,
+            earlier_config=read_resolved(self.config),
+            has_broker=self.config.broker.bootstrap_servers == EMBEDDED,
+        )
 
     @property
     def num_rows(self) -> int:

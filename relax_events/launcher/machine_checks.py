@@ -13,18 +13,16 @@ from relax_events.errors import CheckFailed, ConfigError, EnvironmentProblem
 from relax_events.http.server import open_listener
 from relax_events.http.tls import choose_run_tls
 from relax_events.launcher.checked_run import CheckedRun
+from relax_events.planning.derived import compute_log_bytes
 from relax_events.planning.inventory import format_bytes, get_value_bytes
 from relax_events.planning.run_plan import CPU, NO_CHANGE, PLANNED_BACKENDS
-from relax_events.session.defaults import read_checkpoint_facts
+from relax_events.session.defaults import find_parent, read_checkpoint_facts
 from relax_events.session.planned import plan_devices
 
 MAX_PORT = 65_535
 MIN_FREE_BYTES = 1024**3
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 """Weights in float32 and AdamW's two moments."""
-LOG_BYTES_PER_TOKEN = 48
-"""Bytes of a token on all topics of a run together: 0.4 GB for 1,024 samples of 8,192 tokens,
-without routed experts and top tokens."""
 PROGRAM_REWARD = "code"
 """The reward that runs programs that the model wrote."""
 
@@ -58,7 +56,7 @@ def check_folder(run: CheckedRun) -> str:
         EnvironmentProblem: The folder, or its nearest existing parent, can't be written.
     """
     run_folder = run.config.run_directory.absolute()
-    there = next(path for path in (run_folder, *run_folder.parents) if path.exists())
+    there = find_parent(run_folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise EnvironmentProblem(
             f"the run's folder {run_folder} can't be made or written: {there} is not a folder "
@@ -82,15 +80,14 @@ def check_harness_address(run: CheckedRun) -> str:
 
 def check_disk(run: CheckedRun) -> str:
     """Check that the run's directory has enough space."""
-    run_folder = run.config.run.directory.absolute()
-    folder = next(path for path in (run_folder, *run_folder.parents) if path.exists())
+    folder = find_parent(run.config.run.directory)
     free, least = shutil.disk_usage(folder).free, MIN_FREE_BYTES + _stored_bytes(run.config)
     if free < least:
         raise EnvironmentProblem(
             f"{folder} has {free / 1e9:.2f} GB free, a run wants at least {least / 1e9:.2f}; free "
             "some space or set run.directory"
         )
-    return f"{free / 1e9:.0f} GB free in {folder}{_growth(run.config)}"
+    return f"{free / 1e9:.0f} GB free in {folder}{_growth(run.config, free)}"
 
 
 def _stored_bytes(config: RunConfig) -> int:
@@ -114,27 +111,26 @@ def _stored_bytes(config: RunConfig) -> int:
     )
 
 
-def _growth(config: RunConfig) -> str:
-    """Describe the maximum growth of the log, where the run file keeps all of it and the broker's
-    disk is this one.
-    """
-    if (
-        config.run.retain_versions
-        or config.is_replay
-        or config.broker.bootstrap_servers != EMBEDDED
-        or not config.engine.max_context_tokens
-    ):
+def _growth(config: RunConfig, free: int) -> str:
+    """Describe what the log takes of this disk at most, where the broker is the embedded one."""
+    step = compute_log_bytes(config)
+    if config.is_replay or config.broker.bootstrap_servers != EMBEDDED or not step:
         return ""
-    step = (
-        config.run.prompts_per_step
-        * config.run.samples_per_prompt
-        * config.engine.max_context_tokens
-        * LOG_BYTES_PER_TOKEN
+    retained = config.run.retain_versions or 0
+    num_steps = min(
+        config.num_train_steps,
+        retained + config.trainer.checkpoint_every if retained else config.num_train_steps,
     )
-    total = step * config.num_train_steps
+    total = step * num_steps
+    kept = f"the newest {retained} versions" if retained else "all records"
+    remedy = (
+        ": more than is free; take more disk, or set run.retain_versions"
+        if total > free
+        else " (run.retain_versions bounds it)"
+    )
     return (
-        f"; the log keeps all records and grows by up to {step / 1e9:.3g} GB a step, "
-        f"{total / 1e9:.3g} GB in all (run.retain_versions bounds it)"
+        f"; the log keeps {kept} and grows by up to {step / 1e9:.3g} GB a step, "
+        f"{total / 1e9:.3g} GB in all{remedy}"
     )
 
 

@@ -200,7 +200,9 @@ class RunSession:
         described = read_last_session(self._config)
         refuse_new_topics(self._config, described)
         self._config, derived = resolve_defaults(
-            self._config, earlier_config=known_settings(self._config, described)
+            self._config,
+            earlier_config=known_settings(self._config, described),
+            has_broker=self._broker is not None,
         )
         log_derived(derived)
         changes = []

@@ -369,7 +369,7 @@ def open_purge(config: RunConfig, *, before_version: int | None = None) -> Itera
         )
     if before_version is None and not config.run.retain_versions:
         raise ConfigError(
-            "run.retain_versions = 0 keeps all records; set it, or give --before-version"
+            "the run file sets no run.retain_versions; set it, or give --before-version"
         )
     state = RetentionState()
     with RunLog(config, name="purge") as run_log:

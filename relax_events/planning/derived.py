@@ -29,6 +29,12 @@ TINY_CONTEXT_TOKENS, TINY_NEW_TOKENS = 512, 32
 MAX_CONTEXT_TOKENS = 8192
 """What is derived at most: longer samples cost memory and time in proportion, so the run file has
 to ask for them."""
+LOG_BYTES_PER_TOKEN = 48
+"""Bytes of a token on all topics of a run together: 0.4 GB for 1,024 samples of 8,192 tokens,
+without routed experts and top tokens."""
+MEAN_OF_LONGEST, ROOM_OF_FREE = 0.5, 0.5
+"""How long samples are reckoned to be, of the longest; and how much of a free disk the log may
+take."""
 LEAST_DRAIN_SECONDS, SLOW_TOKENS_PER_SECOND = 20.0, 20.0
 LEFT_RATIO = 0.9
 """How much of what is left a micro-batch may take by this reckoning."""
@@ -60,7 +66,16 @@ def derive(
     """
     values: dict[str, Derived] = {}
     filled = config
-    for rule in (_of_updates, _of_training, _of_lengths, _of_drain, _of_threads, _of_memory):
+    rules = (
+        _of_updates,
+        _of_training,
+        _of_lengths,
+        _of_retention,
+        _of_drain,
+        _of_threads,
+        _of_memory,
+    )
+    for rule in rules:
         missing = set(missing_keys(filled))
         fresh = {
             derived.key: derived
@@ -151,6 +166,47 @@ def _of_lengths(
         f"({'data.max_prompt_tokens' if prompt else 'a quarter'})"
     )
     yield Derived("engine.sampling.max_new_tokens", max(context - room, 1), reason)
+
+
+def compute_log_bytes(config: RunConfig) -> int:
+    """Return the most bytes that a train step adds to the log; 0 where the longest sample is not
+    known.
+    """
+    run = config.run
+    longest = config.engine.max_context_tokens or 0
+    return run.prompts_per_step * run.samples_per_prompt * longest * LOG_BYTES_PER_TOKEN
+
+
+def _of_retention(
+    config: RunConfig, _: Mapping[str, CheckpointFacts], machine: Machine
+) -> Iterator[Derived]:
+    key, free, step = "run.retain_versions", machine.log_room_bytes, compute_log_bytes(config)
+    if not free or config.is_replay:
+        yield Derived(key, 0, "the log is on another broker's disk, or the run writes no samples")
+        return
+    if not step:
+        return
+    whole = int(step * config.num_train_steps * MEAN_OF_LONGEST)
+    room = int(free * ROOM_OF_FREE)
+    forecast = (
+        f"all records take about {format_bytes(whole)}, at most {format_bytes(step)} a step, and "
+        f"the broker's disk has {format_bytes(free)} free"
+    )
+    if whole <= room:
+        yield Derived(key, 0, forecast)
+        return
+    if config.broker.credentials is not None:
+        remedy = (
+            "roles may delete nothing here: run relax topics purge regularly, or take more disk"
+        )
+        yield Derived(key, 0, f"{forecast}: {remedy}", is_warning=True)
+        return
+    # those since the newest checkpoint stay in any case
+    fitting, least = room // step - config.trainer.checkpoint_every, config.run.max_staleness + 2
+    reason = f"{forecast}: older versions are deleted, and can't be replayed or proven any more"
+    if fitting < least:
+        reason += "; even these may not fit: lower trainer.checkpoint_every, or take more disk"
+    yield Derived(key, max(fitting, least), reason, is_warning=True)
 
 
 def _of_drain(

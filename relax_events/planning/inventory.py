@@ -128,13 +128,15 @@ class CheckpointFacts:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Where workers run: its processors, its memory, the memory of its GPUs, and how many workers
-    of each role are there.
+    of each role are there. `log_room_bytes` is what is free where the embedded broker keeps the
+    log, 0 where another broker keeps it, or that is not known.
     """
 
     num_processors: int
     memory_bytes: int
     gpu_bytes: tuple[int, ...] = ()
     roles: Mapping[str, int] = field(default_factory=dict)
+    log_room_bytes: int = 0
 
     @property
     def num_computing(self) -> int:

@@ -7,6 +7,7 @@ memory and GPUs, found without torch.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,14 +27,22 @@ from relax_events.session.gpus import find_gpus
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def inspect_machine(roles: Mapping[str, int]) -> Machine:
+def inspect_machine(roles: Mapping[str, int], *, log_folder: Path | None = None) -> Machine:
     """Return the resources of the machine that this process may use.
 
     Args:
         roles: Number of workers of each role on it; trainer and critic count as their ranks.
+        log_folder: Where its broker will keep the log, if it has one.
     """
     memories = tuple(gpu.num_bytes for gpu in find_gpus())
-    return Machine(num_processors(), _memory(), memories, dict(roles))
+    free = 0 if log_folder is None else shutil.disk_usage(find_parent(log_folder)).free
+    return Machine(num_processors(), _memory(), memories, dict(roles), free)
+
+
+def find_parent(folder: Path) -> Path:
+    """Return a folder that may be yet to be made, or its nearest parent that exists."""
+    there = folder.absolute()
+    return next(path for path in (there, *there.parents) if path.exists())
 
 
 def _memory() -> int:
@@ -54,7 +63,11 @@ RESOLVED_FILE = "run.json"
 
 
 def resolve_defaults(
-    config: RunConfig, *, earlier_config: RunConfig | None = None, role: str = ""
+    config: RunConfig,
+    *,
+    earlier_config: RunConfig | None = None,
+    role: str = "",
+    has_broker: bool = False,
 ) -> tuple[RunConfig, list[Derived]]:
     """Return the configuration with the keys that its run file leaves out, and their values with
     reasons.
@@ -63,6 +76,7 @@ def resolve_defaults(
         config: The run file as read.
         earlier_config: The run as it was in its last session, or the parent run.
         role: The only role on this machine; by default the whole run is on it.
+        has_broker: Whether the run's log is on this machine's disk.
     Raises:
         ConfigError: A checkpoint can't be read.
     """
@@ -77,7 +91,11 @@ def resolve_defaults(
     processes = config.separate_processes()
     roles = {role: processes.get(role, 1) if role in RANKED_ROLES else 1} if role else processes
     fresh = (
-        derive(config, read_checkpoint_facts(config), inspect_machine(roles))
+        derive(
+            config,
+            read_checkpoint_facts(config),
+            inspect_machine(roles, log_folder=config.run.directory if has_broker else None),
+        )
         if missing_keys(config)
         else []
     )

@@ -298,17 +298,31 @@ def test_unreadable_model_is_the_only_finding(tmp_path: Path, run_id: str) -> No
     assert "config.json does not describe the model" in finding.text
 
 
-def test_disk_check_reports_log_growth_when_all_versions_are_retained(
+@pytest.mark.parametrize(
+    ("free", "retained", "text"),
+    [
+        (500, 0, "keeps all records and grows by up to 0.403 GB a step, 403 GB in all (run.ret"),
+        (100, 0, "403 GB in all: more than is free; take more disk, or set run.retain_versions"),
+        (100, 9, "keeps the newest 9 versions and grows by up to 0.403 GB a step, 23.8 GB in all"),
+    ],
+)
+def test_disk_check_compares_what_the_log_takes_with_what_is_free(
+    free: int,
+    retained: int,
+    text: str,
     make_run_config: MakeRunConfig,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step, and 403 GB in a
-    thousand."""
-    run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
-    reported = check_disk(CheckedRun(make_run_config(run=run, engine={"max_context_tokens": 8192})))
-    assert (
-        "grows by up to 0.403 GB a step, 403 GB in all (run.retain_versions bounds it)" in reported
+    """64 groups x 16 samples x 8,192 tokens x 48 bytes are 0.403 GB a step: 403 GB in a thousand, and
+    23.8 GB in 9 and the 50 that a checkpoint may be old."""
+    monkeypatch.setattr(
+        machine_checks.shutil, "disk_usage", lambda _: DiskUsage(10**12, 0, free * 10**9)
     )
-    assert "grows" not in check_disk(CheckedRun(make_run_config(run=run | {"retain_versions": 9})))
+    run = {"prompts_per_step": 64, "samples_per_prompt": 16, "num_steps": 1000}
+    config = make_run_config(
+        run=run | {"retain_versions": retained}, engine={"max_context_tokens": 8192}
+    )
+    assert text in check_disk(CheckedRun(config))
 
 
 def test_disk_check_requires_room_for_checkpoints_and_versions(

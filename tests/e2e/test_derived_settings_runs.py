@@ -21,6 +21,7 @@ EXPECTED = {
     "engine.max_context_tokens": 4096,
     "workers.drain_seconds": 20.0,
     "run.weight_update_mode": "recompute",
+    "run.retain_versions": 0,
     "trainer.max_tokens_per_micro_batch": 8192,
 }
 """Of a tiny model of 4096 positions that is there already, on any machine of 8 GB or more."""

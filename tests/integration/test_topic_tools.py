@@ -346,7 +346,7 @@ def test_purge_refuses_without_a_version(run: SmallRun) -> None:
     with (
         pytest.raises(
             ConfigError,
-            match=r"run.retain_versions = 0 keeps all records; set it, or give --before-version",
+            match=r"the run file sets no run.retain_versions; set it, or give --before-version",
         ),
         open_purge(run.config),
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +14,15 @@ import structlog.testing
 from event_samples import committed, ended, published
 
 from relax_events.config import RunConfig
+from relax_events.config.unset_keys import with_values
 from relax_events.controller.retention import RetentionManager
 from relax_events.errors import BrokerUnavailable
 from relax_events.events.parts import CheckpointRef, Outcome, TopicOffset
 from relax_events.ops.purge import DeleteRange
 from relax_events.ops.run_purger import RetentionState
+from relax_events.session import defaults
+from relax_events.session.defaults import resolve_defaults
+from relax_events.topics import TopicPlan
 
 CUT = DeleteRange(("relax.r.rollout.samples", 0), 0, 5, "versions")
 
@@ -141,3 +147,31 @@ def test_retain_versions_not_above_max_staleness_is_rejected(
         ValueError, match=r"retain_versions must be 0 or above max_staleness = 2, got 2"
     ):
         make_run_config(run={"retain_versions": 2, "max_staleness": 2})
+
+
+def test_only_a_new_run_on_this_machine_s_disk_is_bounded_by_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """8,000 samples of 512 tokens x 48 bytes are 0.197 GB a step: half of 100 GB holds 254 steps,
+    less the 50 that a checkpoint may be old. Records that a run was begun to keep are not deleted.
+    """
+    sizes = {"prompts_per_step": 1000, "samples_per_prompt": 8, "num_steps": 100_000}
+    config = RunConfig.model_validate(
+        {
+            "run": {"id": "long", "directory": str(tmp_path / "none" / "yet")} | sizes,
+            "model": {"path": str(tmp_path / "model"), "tiny": {}},
+            "data": {"source": "jsonl:rows"},
+        }
+    )
+    monkeypatch.setattr(
+        defaults.shutil, "disk_usage", {tmp_path: SimpleNamespace(free=10**11)}.__getitem__
+    )
+
+    def retained(**more: Any) -> int:
+        return resolve_defaults(config, **more)[0].run.retain_versions
+
+    assert retained(has_broker=True) == 254 - 50
+    assert retained(has_broker=False) == 0
+    earlier = with_values(config, {"run.retain_versions": 0})
+    assert retained(has_broker=True, earlier_config=earlier) == 0
+    assert TopicPlan.from_config(config).segment_seconds == 0, "commands read the run file alone"

@@ -5,6 +5,7 @@ the models' published sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from relax_events.config import RunConfig
 from relax_events.config.loading import _known_keys
 from relax_events.config.unset_keys import OF_MACHINE, OF_RUN, get_value, missing_keys, with_values
-from relax_events.planning.derived import derive
+from relax_events.planning.derived import Derived, derive
 from relax_events.planning.inventory import CheckpointFacts, Machine
 
 GIB = 2**30
@@ -65,6 +66,7 @@ def test_every_missing_key_gets_a_derived_value() -> None:
         "engine.sampling.max_new_tokens",
         "judge.dtype",
         "model.dtype",
+        "run.retain_versions",
         "run.weight_update_mode",
         "teacher.dtype",
         "trainer.learning_rate",
@@ -342,6 +344,7 @@ def test_ranks_share_the_memory_of_a_machine_without_gpus() -> None:
 def test_keys_that_need_unknown_facts_are_not_derived() -> None:
     found = {derived.key for derived in derive(run_of(), {}, machine())}
     assert found == {
+        "run.retain_versions",
         "run.weight_update_mode",
         "trainer.learning_rate",
         "workers.drain_seconds",
@@ -368,3 +371,51 @@ def test_tiny_model_keeps_its_usual_micro_batch_in_three_gigabytes() -> None:
         if one.key == MICRO_BATCH
     ]
     assert (found.value, found.is_warning) == (8192, False)
+
+
+def retention_of(
+    room: int, *, run: dict[str, Any] | None = None, **sections: dict[str, Any]
+) -> Derived:
+    """Return the retention of 1,000 samples of 20,000 tokens a step."""
+    keys = {"prompts_per_step": 125, "samples_per_prompt": 8, "num_steps": 20_000} | (run or {})
+    config = run_of(run=keys, **{"engine": {"max_context_tokens": 20_000}} | sections)
+    here = replace(machine(), log_room_bytes=room)
+    return next(
+        one for one in derive(config, {"model": SMALL}, here) if one.key == "run.retain_versions"
+    )
+
+
+def test_log_that_the_disk_can_not_hold_is_bounded() -> None:
+    # a step adds 1,000 x 20,000 x 48 B = 0.96 GB at most, and 20,000 of them half as much each:
+    # 9.6 TB; half of 1 TB holds 520 steps, 50 of which may be newer than the newest checkpoint
+    derived = retention_of(10**12)
+    assert (derived.value, derived.is_warning) == (520 - 50, True)
+    assert "take about 9,600.0 GB, at most 960.0 MB a step" in derived.reason
+    assert "1,000.0 GB free" in derived.reason
+
+
+@pytest.mark.parametrize(
+    ("room", "run", "value"),
+    [
+        (20 * 10**12, {}, 0),  # twice what is expected
+        (10**12, {"num_steps": 1000}, 0),
+        (0, {}, 0),  # of another broker
+        (40 * 10**9, {"max_staleness": 3}, 5),  # the window and the version that is published next
+    ],
+)
+def test_log_is_kept_whole_where_it_fits_and_as_far_as_training_needs_it_where_it_does_not(
+    room: int, run: dict[str, Any], value: int
+) -> None:
+    assert retention_of(room, run=run).value == value
+
+
+def test_secured_run_is_purged_by_its_operator_since_its_roles_may_not() -> None:
+    secured = {"credentials": "security"}
+    derived = retention_of(10**12, broker=secured)
+    assert (derived.value, derived.is_warning) == (0, True)
+    assert "relax topics purge" in derived.reason
+
+
+def test_retention_waits_for_the_longest_sample() -> None:
+    here = replace(machine(), log_room_bytes=10**12)
+    assert "run.retain_versions" not in {one.key for one in derive(run_of(), {}, here)}
