@@ -3,19 +3,64 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from relax_events.config.base import Positive, Seconds, Section
-from relax_events.config.data import RowsConfig
+from relax_events.config.data import KEYS_TO_LEARN, RowsConfig
 from relax_events.config.engine import SamplingConfig
 from relax_events.config.external_values import Names
 from relax_events.config.reward import RewardConfig
 
+COLUMN_KEYS = (
+    *("metadata_keys", "multimodal_keys", "media_root", "media_hosts"),
+    *("answer_key", "tools_key", "system_prompt"),
+)
+PROMPT_KEYS = ("prompt_key", "prompt_template")
+"""Each says what the prompt is, so both follow or none."""
+FILES = ("jsonl:", "parquet:")
+"""Begin the sources whose columns the run file names."""
+
+
+def with_columns_of_data(tree: Any) -> Any:
+    """Let evaluation datasets in files take the keys of columns that they leave out from `[data]`,
+    where the prompts have one source, a file too.
+
+    Args:
+        tree: The run file, not validated yet.
+    """
+    data, evaluation = (
+        (tree.get(name) for name in ("data", "evaluation"))
+        if isinstance(tree, Mapping)
+        else (None, None)
+    )
+    if not isinstance(data, Mapping) or not isinstance(evaluation, Mapping):
+        return tree
+    datasets = evaluation.get("datasets")
+    if not _is_file(data) or not isinstance(datasets, list | tuple):
+        return tree
+    filled = [
+        _take_columns(dataset, data) if _is_file(dataset) else dataset for dataset in datasets
+    ]
+    return {**tree, "evaluation": {**evaluation, "datasets": filled}}
+
+
+def _is_file(rows: Any) -> bool:
+    return isinstance(rows, Mapping) and str(rows.get("source", "")).startswith(FILES)
+
+
+def _take_columns(dataset: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    names_prompt = any(key in dataset for key in (*PROMPT_KEYS, *KEYS_TO_LEARN))
+    keys = COLUMN_KEYS if names_prompt else (*COLUMN_KEYS, *PROMPT_KEYS)
+    return {key: data[key] for key in keys if key in data} | dict(dataset)
+
 
 class EvaluationDatasetConfig(RowsConfig):
-    """A held-out dataset, evaluated whole and in order."""
+    """A held-out dataset, evaluated whole and in order. Columns that it leaves out are those of
+    `[data]`, where the prompts have one source and both are files.
+    """
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9._-]{0,47}$"), Names.NOTHING]
     """Name of the dataset in metrics and reports."""

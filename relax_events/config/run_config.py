@@ -17,7 +17,7 @@ from relax_events.config.data import DataConfig
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import DATASET_ENGINE, EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
-from relax_events.config.evaluation import EvaluationConfig
+from relax_events.config.evaluation import EvaluationConfig, with_columns_of_data
 from relax_events.config.external_values import Address, FilePath, Listener, Names, Text
 from relax_events.config.http import HttpConfig
 from relax_events.config.judge import JudgeConfig
@@ -326,6 +326,11 @@ class RunConfig(Section):
     @classmethod
     def _take_group_size(cls, tree: Any, info: ValidationInfo) -> Any:
         return with_group_size(tree, info)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_columns(cls, tree: Any) -> Any:
+        return with_columns_of_data(tree)
 
     @model_validator(mode="after")
     def _keep_the_rules(self) -> RunConfig:

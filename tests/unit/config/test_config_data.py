@@ -98,3 +98,64 @@ def test_run_with_evaluation_datasets_has_an_evaluator_role() -> None:
         "trainer": 1,
         "evaluator": 1,
     }
+
+
+def read_held_out(data: dict[str, Any], held_out: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Return the keys of an evaluation dataset in a run with these prompts."""
+    config = RunConfig.model_validate(
+        {
+            "run": {"id": "mine", "prompts_per_step": 2, "samples_per_prompt": 2},
+            "model": {"path": "model"},
+            "data": data,
+            "evaluation": {"datasets": [{"name": "held-out"} | held_out]},
+        }
+    )
+    assert RunConfig.model_validate(config.model_dump(mode="json")) == config
+    rows = config.evaluation.datasets[0]
+    return rows.prompt_key, rows.prompt_template, rows.answer_key, rows.system_prompt
+
+
+QUESTIONS = {
+    "source": "jsonl:a",
+    "prompt_key": "question",
+    "answer_key": "solution",
+    "system_prompt": "Think.",
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "held_out", "keys"),
+    [
+        (QUESTIONS, {"source": "parquet:b"}, ("question", "", "solution", "Think.")),
+        (
+            QUESTIONS,
+            {"source": "jsonl:b", "prompt_key": "prompt", "system_prompt": ""},
+            ("prompt", "", "solution", ""),
+        ),
+        (
+            QUESTIONS,
+            {"source": "jsonl:b", "prompt_template": "{q}"},
+            ("prompt", "{q}", "solution", "Think."),
+        ),
+        (
+            {"source": "jsonl:a", "prompt_template": "{q}?"},
+            {"source": "jsonl:b"},
+            ("prompt", "{q}?", "answer", ""),
+        ),
+        (
+            {"source": "jsonl:a", "prompt_template": "{q}?"},
+            {"source": "jsonl:b", "prompt_key": "text"},
+            ("text", "", "answer", ""),
+        ),
+        (QUESTIONS, {"source": "reasoning_gym:leg_counting"}, ("prompt", "", "answer", "")),
+        (
+            {"datasets": [QUESTIONS, {"source": "jsonl:c"}]},
+            {"source": "jsonl:b"},
+            ("prompt", "", "answer", ""),
+        ),
+    ],
+)
+def test_evaluation_takes_the_columns_of_the_prompts(
+    data: dict[str, Any], held_out: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    assert read_held_out(data, held_out) == keys
