@@ -60,7 +60,11 @@ def init(
     name = run_id or re.sub(r"[^a-z0-9-]+", "-", run_file.stem.lower()).strip("-") or "run"
     wishes = Wishes(prompt=prompt, answer=answer, reward=reward, split=split)
     run_file.write_text(propose_run_file(name, model, data, wishes), encoding="utf-8")
-    print(f"wrote {run_file}; begin with: relax run {run_file}")
+    print(f"wrote {run_file}")
     findings, _ = check_run(load_run_config(run_file))
     print_findings(findings)
-    return 0 if all(finding.is_good for finding in findings) else CheckFailed.exit_code
+    if not all(finding.is_good for finding in findings):
+        print(f"repair what failed, then: relax doctor {run_file}")
+        return CheckFailed.exit_code
+    print(f"begin with: relax run {run_file}")
+    return 0

@@ -299,5 +299,10 @@ def test_init_writes_a_run_file_that_the_doctor_accepts(relax: Relax, prepared: 
     assert ended.code == 0, ended.out + ended.err
     assert "ok   reward: exact_match gives 1 for the reference answer" in ended.out
     assert "FAIL" not in ended.out
+    assert ended.out.rstrip().endswith("begin with: relax run mine.toml")
+    misspelt = relax("init", "other.toml", *given, "--reward", "exact_matsh")
+    assert "begin with" not in misspelt.out
+    assert "FAIL reward" in misspelt.out
+    assert misspelt.out.rstrip().endswith("repair what failed, then: relax doctor other.toml")
     again = relax("init", "mine.toml", *given)
     assert (again.code, "mine.toml exists; give another name, or --force" in again.err) == (2, True)

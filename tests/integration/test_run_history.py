@@ -18,7 +18,7 @@ from relax_events.cli.app import app
 from relax_events.config import RewardConfig, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.events.codec import MAGIC
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import SampleScored
 from relax_events.history.lineage.prompt import prompt_lineage
 from relax_events.history.lineage.reader import sample_lineage
@@ -197,6 +197,21 @@ def test_follow_samples_yields_new_matching_samples(apply_run: Callable[..., Run
         "open",
         1,
     )
+
+
+def test_follow_samples_ends_with_its_run(apply_run: Callable[..., RunConfig]) -> None:
+    run = WrittenRun(apply_run(run={"max_staleness": 1}))
+    run.publish(0)
+    run.issue(A, row=0)
+    with RunLog(run.config, name="test") as log:
+        live = follow_samples(log, SampleFilter(), live_starts(log))
+        run.generate(A, version=0, rewards=[0.25, 0.75])
+        assert next(live).sample_id == f"{A}/0"
+        run.command(Command.STOP)
+        assert [line.sample_id for line in live] == [f"{A}/1"]
+    with RunLog(run.config, name="test") as log:  # over when the reader comes
+        assert list(follow_samples(log, SampleFilter(), live_starts(log))) == []
+    run.close()
 
 
 def test_sample_detail_includes_the_record_that_the_trainer_received(log: RunLog) -> None:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from relax_events.config import RunConfig
 from relax_events.events.codec import EventCodec
-from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.parts import Command, Outcome, TopicOffset
 from relax_events.events.types import (
     Event,
+    RunCommanded,
     SampleReady,
     SampleRolledOut,
     SampleScored,
@@ -62,6 +63,10 @@ class WrittenRun:
     def describe(self) -> None:
         """Write what the run is."""
         self._control("control.commands", build_run_description(self.config))
+
+    def command(self, command: Command) -> None:
+        """Command the whole run."""
+        self._control("control.commands", RunCommanded(command=command, reason="of a test"))
 
     def publish(self, version: int) -> None:
         """Publish a version whose records begin where its partitions end now."""

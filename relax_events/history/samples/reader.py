@@ -15,6 +15,7 @@ from relax_events.events.generations import TrajectoryKey, get_trajectory_key
 from relax_events.events.types import (
     PolicyVersionPublished,
     PromptGroupEnded,
+    RunCommanded,
     SampleEvaluated,
     SampleReady,
     SampleRolledOut,
@@ -24,8 +25,9 @@ from relax_events.history.run_log import DecodedRecord, RunLog, TopicPartition
 from relax_events.history.samples.filter import SampleFilter, VersionRange
 from relax_events.history.samples.view import SampleLine, SampleView
 from relax_events.kafka.records import Record
+from relax_events.projections.base import RunPhase
 from relax_events.topics import compute_shard
-from relax_events.topics.names import POLICY_VERSIONS, REWARD_SCORES, ROLLOUT_SAMPLES
+from relax_events.topics.names import COMMANDS, POLICY_VERSIONS, REWARD_SCORES, ROLLOUT_SAMPLES
 
 VERSIONS_AT_ONCE = 32
 """Scores of so many versions are held at a time; reading a span costs some 10 ms, however short it
@@ -209,11 +211,12 @@ class LiveSamples:
         self._waiting[key] = (self._clock(), sample)
         return None
 
-    def pop_overdue(self) -> Iterator[SampleLine]:
-        """Yield the samples that have waited too long for their score."""
+    def pop_overdue(self, *, every: bool = False) -> Iterator[SampleLine]:
+        """Yield the samples that have waited too long for their score, or every one that waits."""
         while self._waiting:
             key, (since, record) = next(iter(self._waiting.items()))
-            if self._clock() - since < SCORE_SECONDS and len(self._waiting) <= MAX_WAITING:
+            is_recent = self._clock() - since < SCORE_SECONDS
+            if is_recent and len(self._waiting) <= MAX_WAITING and not every:
                 return
             del self._waiting[key]
             if (line := self._line(record, None)) is not None:
@@ -237,18 +240,25 @@ class LiveSamples:
 def follow_samples(
     log: RunLog, selection: SampleFilter, starts: dict[TopicPartition, int]
 ) -> Iterator[SampleLine]:
-    """Yield matching samples as they come, forever.
+    """Yield matching samples as they come, until the run is over and nothing comes any more.
 
     Args:
         log: The run's log.
         selection: Which samples.
         starts: Start offsets, as `live_starts` gave them before older samples were read.
     """
-    live = LiveSamples(selection, newest_version=log.newest_version)
-    for record in log.follow(starts):
+    live, phase = LiveSamples(selection, newest_version=log.newest_version), RunPhase()
+    commands = log.full_ranges(COMMANDS, range(1))
+    for command in log.read(commands, RunCommanded):
+        phase.apply_command(command.event)
+    ends = {topic_partition: stop for topic_partition, (_, stop) in commands.items()}
+    for record in log.follow(starts | ends):
         if record is not None:
-            yield from _take(log, live, record)
-        yield from live.pop_overdue()
+            yield from _take(log, live, phase, record)
+        is_done = record is None and phase.is_over
+        yield from live.pop_overdue(every=is_done)
+        if is_done:
+            return
 
 
 def live_starts(log: RunLog) -> dict[TopicPartition, int]:
@@ -262,8 +272,10 @@ def live_starts(log: RunLog) -> dict[TopicPartition, int]:
     return {topic_partition: stop for topic_partition, (_, stop) in spans.items()}
 
 
-def _take(log: RunLog, live: LiveSamples, record: Record) -> Iterator[SampleLine]:
+def _take(log: RunLog, live: LiveSamples, phase: RunPhase, record: Record) -> Iterator[SampleLine]:
     for event in log.decode_samples(record):
+        if isinstance(event, RunCommanded):
+            phase.apply_command(event)
         if isinstance(event, SampleRolledOut | SampleScored | PolicyVersionPublished):
             line = live.add(DecodedRecord(event, record.location, record.timestamp_ms))
             if line is not None:

@@ -58,6 +58,10 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
         ConfigError: The model or the data can't be read, or a column or reward is not clear; the
             text says which flag names it.
     """
+    if not model.exists():
+        raise ConfigError(
+            f"model folder {model} does not exist; {_explain_download(model, 'models')}"
+        )
     facts = read_facts(model, needs_weights=True)
     source = _name_source(data)
     rows = read_rows(data, wishes.split)
@@ -96,9 +100,21 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
     )
 
 
+def _explain_download(name: Path, folder: str, options: str = "") -> str:
+    """Explain how what has a name on the Hugging Face hub gets into a folder."""
+    target = f"{folder}/{name.name}"
+    return (
+        f"what is on the Hugging Face hub is downloaded by: hf download {options}{name} "
+        f"--local-dir {target}; then give {target}"
+    )
+
+
 def _name_source(data: Path) -> str:
     if not data.exists():
-        raise ConfigError(f"data {data} does not exist; give a .jsonl or .parquet file or a folder")
+        raise ConfigError(
+            f"data {data} does not exist; give a .jsonl or .parquet file or a folder; "
+            f"{_explain_download(data, 'data', '--repo-type dataset ')}"
+        )
     is_parquet = data.is_dir() or data.suffix == ".parquet"
     if not is_parquet and not {".jsonl", ".ndjson"} & set(data.suffixes):
         raise ConfigError(
