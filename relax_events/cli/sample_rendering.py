@@ -151,7 +151,10 @@ def sample_fields(detail: SampleDetail) -> dict[str, Any]:
         f"{segment.num_tokens} tokens of version {segment.policy_version}"
         for segment in sample.version_segments
     )
-    lengths = ", ".join(map(str, sample.path_lengths))
+    lengths = ", ".join(
+        f"{length} (truncated)" if number in sample.truncated_paths else f"{length}"
+        for number, length in enumerate(sample.path_lengths)
+    )
     times = f", {detail.num_generations} times" if detail.num_generations > 1 else ""
     fields = {
         "sample": f"{sample.sample_id} at {view.position}",
@@ -282,6 +285,7 @@ def sample_document(detail: SampleDetail) -> dict[str, Any]:
         "versions": [asdict(segment) for segment in sample.version_segments],
         "num_prompt_tokens": sample.num_prompt_tokens,
         "path_lengths": sample.path_lengths,
+        "truncated_paths": sample.truncated_paths,
         "num_generations": detail.num_generations,
         "ready_at": ready.position if ready else None,
         "tokens": [asdict(row) for row in detail.tokens],

@@ -93,8 +93,9 @@ def write_hostile(run: WrittenRun) -> None:
     """Write prompt group A: its first sample tries to become a part of the page."""
     for index in range(2):
         text = HOSTILE if index == 0 else "quiet"
+        paths = {"path_lengths": [3, 1], "truncated_paths": [0]} if index else {}
         sample = changed(
-            rolled_out(A, index, completion=text),
+            rolled_out(A, index, completion=text, **paths),
             messages=[ChatMessage.of_text("user", HOSTILE)],
             metadata=json.dumps({"source": HOSTILE[:40]}),
         )
@@ -327,6 +328,16 @@ def test_hostile_sample_stays_text(browser: Chromium, url: str, written: Written
         assert not browser.run("!!document.getElementById('injected')")
         assert not browser.run("!!document.querySelector('main img, main script')")
         assert browser.run("document.title") != "owned"
+
+
+@needs_chromium
+def test_sample_shows_which_of_its_paths_were_truncated(
+    browser: Chromium, url: str, written: WrittenRun
+) -> None:
+    found = get(url, written, f"sample?sample_id={A}/1")
+    assert (found["path_lengths"], found["truncated_paths"]) == ([3, 1], [0])
+    show(browser, url, written, "samples", sample=f"{A}/1")
+    browser.wait_for("document.getElementById('main').innerText.includes('3 (truncated), 1')")
 
 
 @needs_chromium

@@ -131,6 +131,7 @@ def read_sample(log: RunLog, table: SampleTable, row: int) -> dict[str, Any]:
         "temperature": sample.temperature,
         "num_prompt_tokens": sample.num_prompt_tokens,
         "path_lengths": sample.path_lengths,
+        "truncated_paths": sample.truncated_paths,
         "segments": [asdict(segment) for segment in sample.version_segments],
         "score": _score(score.event) if score else None,
         "tokens_table": tokens,

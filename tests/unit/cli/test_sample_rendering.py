@@ -38,6 +38,16 @@ def detail(shown: SampleView, **changes: Any) -> SampleDetail:
     return SampleDetail(shown, 4, 1, None, **changes)
 
 
+def test_sample_shows_which_of_its_paths_were_truncated() -> None:
+    shown = detail(view(path_lengths=[1, 2, 1], truncated_paths=[0, 1]))
+    assert sample_fields(shown)["paths"] == (
+        "3 of 1 (truncated), 2 (truncated), 1 tokens; shown is the last"
+    )
+    document = sample_document(shown)
+    assert (document["path_lengths"], document["truncated_paths"]) == ([1, 2, 1], [0, 1])
+    assert "paths" not in sample_fields(detail(view()))
+
+
 def test_line_shows_the_outcome_of_a_sample_aligned_with_the_header() -> None:
     trained = view(
         scored(version=1, reward=0.8125),

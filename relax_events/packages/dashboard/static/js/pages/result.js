@@ -38,6 +38,8 @@ export async function draw() {
       [t("samples_lost"), number(report.samples_lost)],
       [t("samples_twice"), number(report.samples_trained_twice)],
       [t("samples_again"), number(report.rollouts_regenerated)],
+      [t("issued_twice"), number(report.prompt_groups_issued_twice)],
+      [t("updates_held"), number(report.updates_held)],
       [t("staleness"), `${number(report.staleness_mean)}, ${t("high")} ${number(report.staleness_max)} / ${number(report.max_staleness)}`],
       [t("export_command"), h("code", {}, report.export_command)],
       [t("config_digest"), h("code", {}, report.config_digest)],

@@ -75,7 +75,7 @@ function tokens(found, query) {
         if (at >= 0) move(at);
       },
     },
-    spans.map((span, at) => (found.path_lengths.length && (at === 0 || rows[at][8] !== rows[at - 1][8]) ? [h("p", { class: "quiet" }, t("path", { number: rows[at][8] + 1, all: found.path_lengths.length })), span] : span)),
+    spans.map((span, at) => (found.path_lengths.length && (at === 0 || rows[at][8] !== rows[at - 1][8]) ? [h("p", { class: "quiet" }, t(found.truncated_paths.includes(rows[at][8]) ? "path_truncated" : "path", { number: rows[at][8] + 1, all: found.path_lengths.length })), span] : span)),
   );
   return [
     h("form", { class: "filters", onsubmit: (event) => event.preventDefault() }, h("label", {}, t("colour_by"), h("select", { "data-focus": "by", onchange: (event) => go({ by: event.target.value }, { keep: true }) }, COLOURS.map((name) => h("option", { value: name, selected: name === by }, t(name)))))),
@@ -128,6 +128,7 @@ export async function drawSample(run, query) {
       [t("staleness"), number(found.staleness)],
       [t("length"), number(found.tokens)],
       [t("finish"), found.finish],
+      [t("paths"), found.path_lengths.map((length, at) => (found.truncated_paths.includes(at) ? `${number(length)} (${t("truncated")})` : number(length))).join(", ")],
       [t("worker"), found.worker],
       [t("time_column"), time(found.at)],
       [t("answer"), found.answer],
