@@ -70,13 +70,13 @@ def digest_evaluation(event: SampleEvaluated) -> bytes:
     return _digest(event.model_role, event.values, event.topk_logprobs)
 
 
-def digest_evaluations(sample: SampleReady) -> tuple[bytes, ...]:
-    """Return the digests of what models computed for a sample, as the ready record has it; each is
-    equal to that of its `SampleEvaluated`.
+def digest_evaluations(sample: SampleReady) -> tuple[tuple[str, bytes], ...]:
+    """Return the digests of what models computed for a sample, as the ready record has it, with the
+    model's role; each is equal to that of its `SampleEvaluated`.
     """
     evaluations = ((role, getattr(sample, name)) for role, name in EVALUATION_FIELDS.items())
     return tuple(
-        _digest(role, values, sample.topk_teacher_logprobs if role == "teacher" else None)
+        (role, _digest(role, values, sample.topk_teacher_logprobs if role == "teacher" else None))
         for role, values in evaluations
         if values is not None
     )
@@ -150,8 +150,8 @@ class Ready(NamedTuple):
     sample_outcome: SampleOutcome
     parts: bytes
     """Digest of the reward's parts."""
-    evaluated: tuple[bytes, ...]
-    """Digests of what other models computed for it."""
+    evaluated: tuple[tuple[str, bytes], ...]
+    """Digests of what other models computed for it, by the model's role."""
     verdict: Verdict = Verdict.INCOMPLETE
 
     @classmethod

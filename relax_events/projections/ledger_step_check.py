@@ -176,15 +176,20 @@ class StepCheck:
     ) -> None:
         """Check that what other models computed for a trained sample is as they wrote it."""
         evaluations = group.evaluated.get(sample.sample_id, set())
-        if all((record.generation, digest) in evaluations for digest in record.evaluated):
+        others = [
+            role
+            for role, digest in record.evaluated
+            if (record.generation, digest) not in evaluations
+        ]
+        if not others:
             return
         may_lack = partial(self.evidence.may_lack, partition=sample.partition, version=record.owner)
-        if any(may_lack(topic) for topic in LOGPROB_TOPICS.values()):
+        if any(may_lack(LOGPROB_TOPICS[role]) for role in others):
             totals.unverified[
                 f"the numbers of other models in {{}} trained samples are theirs, {PURGED}"
             ] += 1
         else:
-            where = f"{sample.sample_id} in train step {sample.train_step}"
+            where = f"{sample.sample_id} in train step {sample.train_step}: {', '.join(others)}"
             totals.findings.add(Rule.OTHER_EVALUATION, where)
 
 

@@ -230,7 +230,9 @@ def test_numbers_of_other_models_are_those_on_their_topics(role: str) -> None:
         run.change_sample("advantage.samples", f"{group_id}/1", **{field: forged})
     (finding,) = run.ledger().findings()
     assert finding.rule is Rule.OTHER_EVALUATION
-    assert [example[:15] for example in finding.examples] == [f"{name}/1" for name in ALTERED]
+    assert finding.examples == tuple(
+        f"{name}/1 in train step {int(name[:6])}: {role}" for name in ALTERED
+    )
 
 
 def test_altered_teacher_sets_and_numbers_of_another_generation_are_found() -> None:

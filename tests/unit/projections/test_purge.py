@@ -216,6 +216,9 @@ def purged_ledger(lacking: Collection[str], begins: Mapping[tuple[str, int], int
     """Return the ledger of a valid run without the records of step 0's prompt groups in some topics,
     whose partitions begin at later offsets."""
     run = ValidRun(3)
+    for sample in (0, 1, 2, 3) if "reference.logprobs" in lacking else ():
+        name = f"000000-{sample // 2:04d}-0/{sample % 2}"
+        run.change_sample("advantage.samples", name, ref_logprobs=np.zeros(4, np.float32))
     ledger = Ledger(MAX_STALENESS, purged=PurgedRanges(run.plan, begins))
     for at, event in run.items():
         is_of_step = getattr(event, "prompt_group_id", "").startswith("000000")
@@ -234,6 +237,7 @@ def everywhere(*entities: str) -> dict[tuple[str, int], int]:
         (["prompt.groups"], ["2 prompt groups were issued before they ended"]),
         (["rollout.samples"], ["4 trained samples were generated as they were trained"]),
         (["reward.scores"], ["the rewards of 4 trained samples were scored"]),
+        (["reference.logprobs"], ["the numbers of other models in 4 trained samples are theirs"]),
         (
             ["rollout.samples", "advantage.samples"],
             ["the record of 4 trained samples is the one that the train step names"],
@@ -264,6 +268,10 @@ def test_ledger_lists_unverifiable_claims_after_a_purge(
         ("prompt.groups", "prompt group trained that was never issued"),
         ("rollout.samples", "sample trained that was never generated"),
         ("reward.scores", "sample trained with a reward that no score gives"),
+        (
+            "reference.logprobs",
+            "sample trained with numbers of another model that no record of it gives",
+        ),
         ("advantage.samples", "trained offset holds another record than the train step says"),
     ],
 )
