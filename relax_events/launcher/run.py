@@ -4,6 +4,7 @@ report.
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -185,6 +186,13 @@ class RunSession:
             return
         is_new = stack.enter_context(self._broker.in_use("relax run"))
         self._keeper = BrokerKeeper(self._broker)
+        state = self._broker.state
+        if state is not None and not state.runs_until_stopped:
+            directory = shlex.quote(str(self._broker.directory))
+            self._drain.exit_note = (
+                "the last worker to drain stops the broker, else the next relax command; or: relax "
+                f"broker stop --directory {directory}"
+            )
         self._config = with_broker_address(self._config, self._broker)
         display.print_line(
             f"broker {'started' if is_new else 'found'} at {self._broker.bootstrap_servers}"

@@ -7,7 +7,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
+
+STDERR_FD = 2
 
 
 class Drain:
@@ -23,6 +26,8 @@ class Drain:
         self._event = threading.Event()
         self.signal: int | None = None
         """The signal that started it, if any."""
+        self.exit_note = ""
+        """Written to stderr when a second signal ends the process."""
         self._started = 0.0
         self._listeners: list[Callable[[], None]] = []
 
@@ -68,6 +73,9 @@ class Drain:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None:
+            if self.exit_note:  # unbuffered, since this may interrupt a write
+                with suppress(OSError):
+                    os.write(STDERR_FD, f"\n{self.exit_note}\n".encode())
             os._exit(128 + number)
         self.signal = number
         self.start()

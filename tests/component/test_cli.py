@@ -56,6 +56,19 @@ finally:
 """
 
 
+INTERRUPTED = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            print("importing", name, flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from relax_events.cli import main
+main()
+"""
+
+
 def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the words of every command, the groups' own included."""
     for name in parent:
@@ -200,6 +213,21 @@ def test_keyboard_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch)
     assert ended.value.code == 130
 
 
+@pytest.mark.parametrize(
+    "module",
+    ["relax_events.errors", "relax_events.cli.commands", "structlog", "relax_events.cli.app"],
+)
+def test_interrupt_while_the_command_is_imported_ends_it_quietly(module: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, module],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, f"importing {module}\n", "")
+
+
 @pytest.mark.parametrize("result", [(None, 0), (0, 0), (6, 6)])
 def test_command_result_becomes_the_exit_code(
     result: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
@@ -270,7 +298,7 @@ def test_error_names_unwritable_folder(
     def refused() -> None:
         raise OSError(number, os.strerror(number), "/there/.relax")
 
-    monkeypatch.setattr("relax_events.cli._called", refused)
+    monkeypatch.setattr("relax_events.cli.entry._called", refused)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2

@@ -116,4 +116,6 @@ def test_interrupting_twice_leaves_no_broker(run_file: Path, broker: EmbeddedBro
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
         assert process.wait(END_SECONDS) != 0
+    output = (run_file.parent / "output.log").read_text()
+    assert f"relax broker stop --directory {broker.directory}" in output
     assert broker.wait_for_end(END_SECONDS)
