@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from sys import intern
 from typing import Any
 
@@ -146,6 +147,20 @@ class RunState(RunPhase):
     def description(self) -> RunDescribed | None:
         """The newest description of the run."""
         return self.descriptions[-1] if self.descriptions else None
+
+    @property
+    def imported_at(self) -> int:
+        """When the log was imported under the id that it has, in microseconds since the epoch; 0
+        where it always had that id.
+        """
+        return max(
+            (
+                later.described_at
+                for earlier, later in pairwise(self.descriptions)
+                if later.run_id != earlier.run_id
+            ),
+            default=0,
+        )
 
     @property
     def reward(self) -> float | None:

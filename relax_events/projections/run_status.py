@@ -63,6 +63,8 @@ def find_possible_writers(
 
 
 def _find_unstopped(state: RunState, *, since: int) -> dict[str, WorkerHeartbeat]:
+    """Leave out copied heartbeats: those of an imported run are of the workers of its source."""
+    since = max(since, state.imported_at)
     return {
         name: heartbeat
         for name, heartbeat in state.workers.items()

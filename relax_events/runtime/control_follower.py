@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -57,6 +58,7 @@ RECENT_REPORTS = 500
 """Metrics reports per role that a follower reads back at its start: enough to hold the newest of
 each worker."""
 STOP_SECONDS = 5.0
+LOGGED_EVERY = 100
 SILENT_SECONDS = 60.0
 """Seconds without a record after which the thread checks whether its client finds a broker."""
 
@@ -128,6 +130,7 @@ class ControlFollower:
         self._starts: dict[tuple[str, int], int] = {}
         self._published: dict[str, set[int]] = {}
         self._rejected: dict[str, tuple[str, RelaxError]] = {}
+        self._num_rejected = Counter[str]()
         """The first rejected event of each topic, and where it is."""
         self.latest: PolicyVersionPublished | None = None
         self.broadcast_membership: BroadcastMembership | None = None
@@ -390,7 +393,15 @@ class ControlFollower:
         return None
 
     def _reject(self, record: Record, error: RelaxError) -> None:
-        log.error("control_record.rejected", location=record.location, error=str(error))
+        """Log the first such record of each topic, and one of each hundred after it."""
+        self._num_rejected[record.topic] += 1
+        if (num_rejected := self._num_rejected[record.topic]) % LOGGED_EVERY == 1:
+            log.error(
+                "control_record.rejected",
+                location=record.location,
+                num_rejected=num_rejected,
+                error=str(error),
+            )
         if names_schema(record.value):
             self._rejected.setdefault(record.topic, (record.location, error))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog.testing
 from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import committed, ended, published, rolled_out
 
@@ -295,12 +296,19 @@ def test_follower_continues_after_a_corrupt_control_record(
     plan: TopicPlan,
     publish: Callable[[str, Event], None],
 ) -> None:
-    for topic in ("control.policy-versions", "control.schemas"):
-        producer.write([ProducerRecord(plan.topic(topic), b"no event", key="x")])
+    topics = ("control.policy-versions", "control.commands", "control.schemas")
+    for topic in topics:
+        garbage = ProducerRecord(plan.topic(topic), b"no event", key="x")
+        producer.write([garbage] * (1 if topic == "control.schemas" else 80))
     publish("control.policy-versions", published(0))
-    follower = ControlFollower(connection, plan, EventCodec())
+    with structlog.testing.capture_logs() as logs:
+        follower = ControlFollower(connection, plan, EventCodec())
     assert follower.policy_version == 0
     follower.close()
+    rejected = [line["location"] for line in logs if line["event"] == "control_record.rejected"]
+    assert sorted(rejected) == sorted(f"{plan.topic(topic)}[0]@0" for topic in topics), (
+        "one line for each topic"
+    )
 
 
 @pytest.mark.parametrize(

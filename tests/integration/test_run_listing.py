@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
+import structlog.testing
 from broker_steps import turn_until
 from confluent_kafka.admin import AdminClient
 from event_samples import committed, ended, published
@@ -101,6 +103,20 @@ def test_run_status_and_settings_are_read_from_its_log(
     write(producer, config, "control.prompt-group-outcomes", *[ended("000000-0000-0")] * 2)
     state = read_details(connection, read_run(connection, run_id)).state
     assert (len(state.steps), state.outcomes) == (100, {"failed": 1})  # repeated ones count once
+
+
+def test_unreadable_records_of_a_run_are_logged_by_topic(
+    apply_run: ApplyRun, run_id: str, connection: Connection, producer: RecordProducer
+) -> None:
+    config = apply_run(run={"id": run_id})
+    topic = TopicPlan.from_config(config).topic("control.commands")
+    write(producer, config, "control.commands", build_run_description(config))
+    producer.write([ProducerRecord(topic, b"garbage")] * 80)
+    with structlog.testing.capture_logs() as logs:
+        assert read_run(connection, run_id).description is not None
+    assert [(line["num_records"], line["first_location"]) for line in logs] == [
+        (80, f"{topic}[0]@1")
+    ]
 
 
 def test_worker_without_recent_heartbeat_does_not_count_as_alive(
@@ -326,6 +342,12 @@ def test_run_that_is_active_or_being_replayed_is_not_deleted(
         require_deletable(
             read_run(connection, run_id), read_runs(connection, with_progress=False).values()
         )
+    write(producer, replay, "control.heartbeats.trainer", make_heartbeat(WorkerState.IDLE))
+    copied = replace(build_run_description(replay), run_id="source")
+    imported = replace(build_run_description(replay), described_at=now_micros())
+    write(producer, replay, "control.commands", copied, imported)
+    runs = read_runs(connection, with_progress=False).values()
+    require_deletable(read_run(connection, replay.run.id), runs)
     write(producer, replay, "control.heartbeats.trainer", make_heartbeat(WorkerState.IDLE))
     with pytest.raises(
         BrokerRefused,

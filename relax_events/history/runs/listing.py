@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,14 @@ from typing import Any
 import structlog
 
 from relax_events.config import RunConfig, WorkersConfig
-from relax_events.errors import BrokerError, BrokerRefused, ConfigError, CorruptRecord, SchemaError
+from relax_events.errors import (
+    BrokerError,
+    BrokerRefused,
+    ConfigError,
+    CorruptRecord,
+    RelaxError,
+    SchemaError,
+)
 from relax_events.events.codec import EventCodec, UnknownFingerprint
 from relax_events.events.parts import now_micros
 from relax_events.events.types import Event, RunDescribed
@@ -368,23 +376,48 @@ def decode_records(
     reader: LogReader, spans: Mapping[PartitionKey, tuple[int, int]]
 ) -> Iterator[tuple[Record, Event]]:
     """Yield the events of control topics of any runs, in log order by topic; unreadable records are
-    logged.
+    logged, with one line for each topic.
 
     A run whose writers used other schemas gets a codec of its own with them: ids of schema
     registries are only valid within one run.
     """
     codec, unknown = EventCodec(), dict[str, list[Record]]()
+    unreadable = UnreadableRecords()
     for record in reader.stream(spans):
         try:
             yield record, codec.decode(record.value)
         except UnknownFingerprint:
             unknown.setdefault(parse_run_id(record.topic), []).append(record)
         except (CorruptRecord, SchemaError) as error:
-            log.warning("record.decode_failed", location=record.location, error=str(error))
+            unreadable.add(record, error)
     for run_id, records in sorted(unknown.items()):
         run_codec = read_codec(reader, run_id)
         for record in records:
             try:
                 yield record, run_codec.decode(record.value)
             except (CorruptRecord, SchemaError) as error:
-                log.warning("record.decode_failed", location=record.location, error=str(error))
+                unreadable.add(record, error)
+    unreadable.report()
+
+
+class UnreadableRecords:
+    """Counts the records of each topic that could not be decoded."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._first: dict[str, tuple[str, str]] = {}
+
+    def add(self, record: Record, error: RelaxError) -> None:
+        """Count a record."""
+        self._counts[record.topic] += 1
+        self._first.setdefault(record.topic, (record.location, str(error)))
+
+    def report(self) -> None:
+        """Log the number of each topic, with the location and the error of the first."""
+        for topic, (location, error) in self._first.items():
+            log.warning(
+                "records.decode_failed",
+                num_records=self._counts[topic],
+                first_location=location,
+                error=error,
+            )

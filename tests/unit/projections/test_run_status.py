@@ -6,7 +6,7 @@ import pytest
 
 from relax_events.config import WorkersConfig
 from relax_events.events.parts import Command, WorkerState
-from relax_events.events.types import RunCommanded
+from relax_events.events.types import RunCommanded, RunDescribed
 from relax_events.projections.run_state import RunState
 from relax_events.projections.run_status import (
     RunStatus,
@@ -17,6 +17,16 @@ from relax_events.projections.run_status import (
 from tests.unit.run_events import make_heartbeat
 
 SECOND = 1_000_000
+
+
+def describe(run_id: str, *, at_seconds: float) -> RunDescribed:
+    return RunDescribed(
+        run_id=run_id,
+        config="{}",
+        config_digest="",
+        package_version="",
+        described_at=int(at_seconds * SECOND),
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,6 +64,22 @@ def test_silent_worker_may_write_until_it_would_be_killed() -> None:
     assert find_live_workers(state, workers, now=1060 * SECOND) == {}
     assert list(find_possible_writers(state, workers, now=1599 * SECOND)) == ["trainer-0"]
     assert find_possible_writers(state, workers, now=1600 * SECOND) == {}
+
+
+def test_copied_heartbeats_of_an_imported_run_do_not_count() -> None:
+    state, workers = RunState(), WorkersConfig()
+    state.apply(describe("source", at_seconds=900.0))
+    state.apply(describe("source", at_seconds=950.0))
+    for worker_id in ("trainer-0", "reward-0"):
+        state.apply(make_heartbeat(worker_id, at_seconds=1000.0))
+    assert len(find_possible_writers(state, workers, now=1010 * SECOND)) == 2
+    state.apply(describe("copy", at_seconds=1005.0))
+    assert find_possible_writers(state, workers, now=1010 * SECOND) == {}
+    assert decide_status(state, workers, now=1010 * SECOND) is RunStatus.INTERRUPTED
+    state.apply(make_heartbeat("trainer-0", at_seconds=1009.0))
+    state.apply(describe("copy", at_seconds=1010.0))
+    assert list(find_possible_writers(state, workers, now=1011 * SECOND)) == ["trainer-0"]
+    assert decide_status(state, workers, now=1011 * SECOND) is RunStatus.RUNNING
 
 
 def test_run_has_ended_although_its_workers_still_drain() -> None:
