@@ -22,7 +22,7 @@ from relax_events.errors import PoisonSample
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.kafka.leases import Lease, LeaseSource
 from relax_events.media.library import MediaLibrary
-from relax_events.roles.engine_factory import open_rollout_engine
+from relax_events.roles.engine_factory import bound_engine_rows, open_rollout_engine
 from relax_events.roles.engine_monitor import EngineMonitor
 from relax_events.roles.engine_turns import EngineTurns
 from relax_events.roles.handover import PartialSamples
@@ -61,7 +61,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
         if worker.drain.requested:
             return
         engine = open_rollout_engine(
-            config,
+            bound_engine_rows(config),
             name=config.rollout_engine,
             metrics=worker.metrics,
             newest_version=lambda: versions.policy_version,

@@ -382,6 +382,7 @@ def test_every_installed_algorithm_has_a_complete_spec() -> None:
                 "dppo_kl, dppo_tv, dr_grpo, gdpo, gmpo, grpo,"
             ),
         ),
+        ({"name": "gppo"}, "; did you mean "),
         ({"clip_lo": 0.1}, "Extra inputs are not permitted"),
         ({"name": "nowhere/mine.py:MINE"}, "file nowhere/mine.py does not exist"),
         ({"name": 7}, "should be a valid string"),

@@ -19,6 +19,7 @@ from relax_events.errors import BrokerRefused, ConfigError
 from relax_events.kafka.leases import read_share_group_size
 from relax_events.projections.scale_requests import Kind, ScaleCommand
 from relax_events.projections.scaling import ScaleState
+from relax_events.roles.engine_factory import bound_engine_rows
 
 MakeRunConfig = Callable[..., RunConfig]
 
@@ -49,6 +50,31 @@ def test_rollout_worker_has_enough_lanes_to_fill_its_engine(
         make_run_config(engine={"max_running_samples": running, "max_prompt_groups": 5}).num_lanes
         == 5
     )
+
+
+@pytest.mark.parametrize(
+    ("staleness", "running", "environment", "rows"),
+    [
+        (0, 256, {}, 8),
+        (2, 256, {}, 24),
+        (2, 16, {}, 16),
+        (2, 256, {"command": ["agent"]}, 256),
+    ],
+)
+def test_engine_of_a_rollout_worker_has_no_more_rows_than_samples_can_be_in_flight(
+    make_run_config: MakeRunConfig,
+    staleness: int,
+    running: int,
+    environment: dict[str, Any],
+    rows: int,
+) -> None:
+    config = make_run_config(
+        run={"prompts_per_step": 2, "samples_per_prompt": 4, "max_staleness": staleness},
+        engine={"max_running_samples": running},
+        environment=environment,
+    )
+    assert bound_engine_rows(config).engine.max_running_samples == rows
+    assert config.engine.max_running_samples == running, "it holds as many prompt groups as before"
 
 
 @pytest.mark.parametrize(
