@@ -29,6 +29,7 @@ from relax_events.roles.media_prefetch import MediaPrefetcher
 from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.topics.names import PROMPT_GROUPS
+from relax_events.training.issue_rules import IssueRules
 
 MAX_DELIVERIES = 8
 DELIVERY_MARGIN = 2
@@ -48,6 +49,7 @@ class PromptIntake:
     ) -> None:
         self._worker, self._config, self._renderer = worker, worker.config, renderer
         self._partials, self._prefetcher = partials, prefetcher
+        self._rules = IssueRules.from_config(worker.config)
         self.max_deliveries = MAX_DELIVERIES
 
     def open_leases(self, on_lease: Callable[[Lease], None]) -> LeaseSource:
@@ -101,15 +103,19 @@ class PromptIntake:
         return group
 
     def decode(self, record: Record) -> PromptGroupIssued | None:
-        """Decode and check; an invalid record becomes a dead letter and gives None."""
+        """Decode and check; a record that is invalid, or that the prompter of this run does not
+        write, becomes a dead letter and gives None.
+        """
         event = self._worker.records.decode(record)
         if event is None:
             return None
         try:
-            return check_issued(event)
+            issued = check_issued(event)
+            self._rules.check_prompt(issued)
         except PoisonSample as error:
             self._worker.records.dead_letter(record, error)
             return None
+        return issued
 
     def fail(self, lease: Lease, reason: str) -> None:
         """End a prompt group that can't be generated, and remove it from the queue."""

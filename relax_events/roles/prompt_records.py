@@ -25,6 +25,7 @@ from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import compute_shard
 from relax_events.topics.names import PROMPT_GROUPS, PROMPTER_STATE
 from relax_events.topics.partitions import TopicPartition
+from relax_events.training.issue_rules import IssueRules
 
 RETRY_SECONDS = 0.1
 
@@ -136,14 +137,16 @@ class PromptQueue:
 
 def decode_prompter_event(worker: Worker, record: Record) -> Event | None:
     """Return the event of a record that a prompter reads; None for a record of an unknown producer,
-    which the rollout role writes to the dead letters.
+    which the rollout role generates as an external one or writes to the dead letters.
     """
+    run = worker.config.run
+    rules = IssueRules(worker.plan, run.prompts_per_step, run.samples_per_prompt)
     with suppress(CorruptRecord, PoisonSample, SchemaError):
         event = worker.records.codec.decode(record.value)
-        if not isinstance(event, PromptGroupIssued) or not is_external(
-            check_issued(event).prompt_group_id
-        ):
+        if not isinstance(event, PromptGroupIssued):
             return event
+        rules.check_prompt(check_issued(event))
+        return None if is_external(event.prompt_group_id) else event
     return None
 
 

@@ -1,5 +1,5 @@
-"""Checks samples against the rules by which the run issues prompt groups, to detect records that no
-worker of the run wrote.
+"""Checks prompts and samples against the rules by which the run issues prompt groups, to detect
+records that no worker of the run wrote.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Self
 
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord
-from relax_events.events.types import SampleReady
+from relax_events.events.types import PromptGroupIssued, SampleReady
 from relax_events.kafka.records import Record
-from relax_events.staleness import IssuedGroup
+from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import TopicPlan, compute_shard
 
 
@@ -32,6 +32,31 @@ class IssueRules:
             config.run.prompts_per_step,
             config.run.samples_per_prompt,
         )
+
+    def check_prompt(self, issued: PromptGroupIssued) -> None:
+        """Check that a prompt group is in a batch slot of the run, has its number of samples, and
+        is not generated before its step is admitted; or that it is an external one. Its train step
+        may be any: a worker may be behind the prompter.
+
+        Raises:
+            ForeignRecord: A rule is violated; the text names the field, the value and the rule.
+        """
+        if is_external(issued.prompt_group_id):
+            return
+        for problem in self._prompt_problems(issued):
+            raise ForeignRecord(
+                f"prompt group {issued.prompt_group_id!r}: {problem}; no prompter of this run "
+                "writes such a record"
+            )
+
+    def _prompt_problems(self, issued: PromptGroupIssued) -> Iterator[str]:
+        yield from self._slot_problems(issued.group_index, issued.samples_per_prompt)
+        first = max(issued.train_step - self.plan.max_staleness, 0)
+        if issued.required_policy_version < first:
+            yield (
+                f"required_policy_version must be at least {first} for train step "
+                f"{issued.train_step}, got {issued.required_policy_version}"
+            )
 
     def check_sample(self, record: Record, sample: SampleReady, *, trainer_version: int) -> None:
         """Check that a sample can belong to an issued prompt group, and is on the partition to
@@ -79,20 +104,11 @@ class IssueRules:
                 f"its id names {named} where train_step, group_index and attempt are "
                 f"{(sample.key.train_step, sample.key.group_index, sample.key.attempt)}"
             )
-        if slot.group_index >= self.prompts_per_step:
-            yield (
-                f"group_index must be below run.prompts_per_step = {self.prompts_per_step}, got "
-                f"{slot.group_index}"
-            )
+        yield from self._slot_problems(slot.group_index, sample.key.samples_per_prompt)
         if slot.train_step > newest:
             yield (
                 f"prompt groups are issued up to train step {newest} at version "
                 f"{trainer_version}, got {slot.train_step}"
-            )
-        if sample.key.samples_per_prompt != self.samples_per_prompt:
-            yield (
-                f"samples_per_prompt must be run.samples_per_prompt = {self.samples_per_prompt}, "
-                f"got {sample.key.samples_per_prompt}"
             )
         if record.key != sample.prompt_group_id:
             yield f"its key must be its prompt group, got {record.key[:80]!r}"
@@ -102,4 +118,16 @@ class IssueRules:
             yield (
                 f"samples of version {sample.policy_version} of its prompt group belong on "
                 f"partition {expected}, got {record.partition}"
+            )
+
+    def _slot_problems(self, group_index: int, samples_per_prompt: int) -> Iterator[str]:
+        if group_index >= self.prompts_per_step:
+            yield (
+                f"group_index must be below run.prompts_per_step = {self.prompts_per_step}, got "
+                f"{group_index}"
+            )
+        if samples_per_prompt != self.samples_per_prompt:
+            yield (
+                f"samples_per_prompt must be run.samples_per_prompt = {self.samples_per_prompt}, "
+                f"got {samples_per_prompt}"
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import fastavro
 import numpy as np
-from event_samples import ready, rolled_out
+from event_samples import issued, ready, rolled_out
 
 from relax_events.errors import CorruptRecord, PoisonSample
 from relax_events.events.codec import EventCodec
@@ -23,6 +23,13 @@ from relax_events.topics import TopicPlan
 
 CODEC = EventCodec()
 STRANGE = "900000-0000-0"  # a well-formed id that was not issued
+FORGED = (
+    issued("000103-0099-0", of=4),
+    issued("000104-0001-0", of=3),
+    issued("000105-0001-0", of=4),
+)
+"""Prompts of a form that the prompter of a run with 8 prompts a step, of 4 samples, never writes,
+the last one since its first version is 0."""
 OVERSIZE_BYTES = 17 * 1024**2  # topics take 16 MiB
 NAN = np.array([0, 0, np.nan, -0.25], np.float32)
 
@@ -80,6 +87,7 @@ def poison_prompts(producer: RecordProducer, plan: TopicPlan, *, version: int) -
         ("no id", b"\xc3\x01garbage"),
         (STRANGE, sample),
         (STRANGE, b"\xc3\x01"),
+        *((prompt.prompt_group_id, CODEC.encode(prompt)) for prompt in FORGED),
     )
     producer.write(
         ProducerRecord(plan.topic("prompt.groups"), value, key=key) for key, value in values

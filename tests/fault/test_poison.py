@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from event_samples import changed, rolled_out
 from harness import LIVING_SECONDS, FaultRun, assert_ledger_balances
-from poison import CODEC, STRANGE, poison_prompts, poison_samples, poisoned
+from poison import CODEC, FORGED, STRANGE, poison_prompts, poison_samples, poisoned
 
 from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.events.types import PromptGroupEnded
@@ -79,9 +79,15 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
     assert {worker_id: run.pid(worker_id) for worker_id in run.worker_ids} == pids, (
         "poison killed no worker"
     )
-    assert (ledger["outcomes"]["failed"], ledger["outcomes"]["issued"]) == (0, 16 * 8), (
-        "valid prompt groups are unaffected"
-    )
+    ended = [
+        event
+        for record in run.records("control.prompt-group-outcomes")
+        if isinstance(event := CODEC.decode(record.value), PromptGroupEnded)
+    ]
+    assert (ledger["outcomes"]["failed"], ledger["outcomes"]["issued"]) == (
+        len(FORGED),
+        16 * 8 + len(FORGED),
+    ), f"valid prompt groups are unaffected: {[end for end in ended if end.reason]}"
     assert ledger["samples_foreign"] > 0
     for role in (*SCORERS, "trainer"):
         dead_letters = run.records(f"{role}.dead-letters")
@@ -91,12 +97,8 @@ def test_poison_is_dead_lettered_and_the_run_continues(start_run: Callable[..., 
             for dead_letter in dead_letters
         )
     assert len(run.records("rollout.dead-letters")) == num_prompts
-    ended = [
-        event
-        for record in run.records("control.prompt-group-outcomes")
-        if isinstance(event := CODEC.decode(record.value), PromptGroupEnded)
-    ]
-    unissued = [event for event in ended if event.prompt_group_id == STRANGE]
-    assert [event.outcome.value for event in unissued] == ["failed"], (
-        "an unknown producer's prompt group is ended once, as failed"
-    )
+    for group_id in (STRANGE, *(prompt.prompt_group_id for prompt in FORGED)):
+        unissued = [event for event in ended if event.prompt_group_id == group_id]
+        assert [event.outcome.value for event in unissued] == ["failed"], (
+            "an unknown producer's prompt group is ended once, as failed"
+        )

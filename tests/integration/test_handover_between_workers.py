@@ -73,7 +73,7 @@ def test_leaving_worker_hands_over_partial_samples_to_the_next_worker(
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 24}}
     model, workers = {"path": build_image_model(), "device": "cpu"}, {"drain_seconds": 0.5}
     config = apply_run(
-        run={"directory": tmp_path},
+        run={"directory": tmp_path, "samples_per_prompt": 2},
         model=model,
         data={"source": "synthetic_images:colour"},
         engine=engine,

@@ -78,7 +78,7 @@ def config(apply_run: Callable[..., RunConfig], tmp_path: Path) -> RunConfig:
     engine = {"max_context_tokens": 256, "sampling": {"max_new_tokens": 4}}
     model, workers = {"path": build_image_model(), "device": "cpu"}, {"heartbeat_seconds": 1.0}
     return apply_run(
-        run={"directory": tmp_path},
+        run={"directory": tmp_path, "samples_per_prompt": 2},
         model=model,
         data={"source": "synthetic_images:colour"},
         engine=engine,

@@ -125,7 +125,7 @@ def session(
 ) -> Session:
     model = {"path": build_image_model(), "device": "cpu"}
     config = apply_run(
-        run={"directory": tmp_path},
+        run={"directory": tmp_path, "samples_per_prompt": 2},
         model=model,
         data={"source": "synthetic_images:colour"},
         engine={"max_context_tokens": 256},

@@ -100,7 +100,7 @@ def test_external_prompt_groups_use_no_batch_slots_and_no_rows(
         '{"prompt": "one", "answer": ""}\n{"prompt": "two", "answer": ""}\n'
     )
     config = apply_run(
-        run={"prompts_per_step": 2, "num_steps": 1},
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1},
         data={"source": f"jsonl:{tmp_path / 'rows.jsonl'}"},
     )
     plan = TopicPlan.from_config(config)
@@ -124,7 +124,7 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
     tmp_path: Path,
 ) -> None:
     config = apply_run(
-        run={"prompts_per_step": 4, "num_steps": 2, "max_staleness": 0},
+        run={"prompts_per_step": 4, "samples_per_prompt": 2, "num_steps": 2, "max_staleness": 0},
         data={"source": write_rows(tmp_path, 20)},
     )
     plan = TopicPlan.from_config(config)
@@ -161,12 +161,15 @@ def test_rows_of_purged_records_are_not_issued_again(
     tmp_path: Path,
 ) -> None:
     config = apply_run(
-        run={"prompts_per_step": 2, "num_steps": 3, "max_staleness": 0},
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 3, "max_staleness": 0},
         data={"source": write_rows(tmp_path, 20)},
     )
     plan = TopicPlan.from_config(config)
     written = [
-        issued(f"00000{step}-000{index}-0", row=2 * step + index)
+        replace(
+            issued(f"00000{step}-000{index}-0", row=2 * step + index),
+            required_policy_version=step,
+        )
         for step in (0, 1)
         for index in (0, 1)
     ]
@@ -206,7 +209,10 @@ def test_prompts_with_too_high_a_pass_rate_are_not_issued_again(
     tmp_path: Path,
 ) -> None:
     data = {"source": write_rows(tmp_path, 3), "pass_rate_range": [0.1, 0.9]}
-    config = apply_run(run={"prompts_per_step": 3, "num_steps": 2, "max_staleness": 0}, data=data)
+    config = apply_run(
+        run={"prompts_per_step": 3, "samples_per_prompt": 2, "num_steps": 2, "max_staleness": 0},
+        data=data,
+    )
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{index}-0", row=index) for index in range(3)]
     write_queue(producer, plan, written)
@@ -262,7 +268,9 @@ def test_prompter_skips_rows_with_missing_or_broken_images(
         "media_root": tmp_path,
     }
     config = apply_run(
-        run={"prompts_per_step": 2, "num_steps": 1}, data=data, model={"path": build_image_model()}
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1},
+        data=data,
+        model={"path": build_image_model()},
     )
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-000{index}-0", row=index) for index in (0, 1)]
@@ -298,7 +306,7 @@ def test_prompt_groups_of_a_silent_worker_are_issued_once_more(
     tmp_path: Path,
 ) -> None:
     config = apply_run(
-        run={"prompts_per_step": 3, "num_steps": 1, "max_staleness": 0},
+        run={"prompts_per_step": 3, "samples_per_prompt": 2, "num_steps": 1, "max_staleness": 0},
         data={"source": write_rows(tmp_path, 9)},
         workers={"heartbeat_seconds": 0.2, "takeover_seconds": 2.0},
     )
@@ -334,7 +342,8 @@ def test_prompt_groups_that_ended_together_are_issued_again_at_once(
     tmp_path: Path,
 ) -> None:
     config = apply_run(
-        run={"prompts_per_step": 12, "num_steps": 1}, data={"source": write_rows(tmp_path, 30)}
+        run={"prompts_per_step": 12, "samples_per_prompt": 2, "num_steps": 1},
+        data={"source": write_rows(tmp_path, 30)},
     )
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-{index:04}-0", row=index) for index in range(12)]
@@ -363,7 +372,7 @@ def test_second_prompter_takes_over_and_issues_nothing_again(
     tmp_path: Path,
 ) -> None:
     config = apply_run(
-        run={"prompts_per_step": 4, "num_steps": 4, "max_staleness": 0},
+        run={"prompts_per_step": 4, "samples_per_prompt": 2, "num_steps": 4, "max_staleness": 0},
         data={"source": write_rows(tmp_path, 20)},
     )
     plan = TopicPlan.from_config(config)

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from event_samples import changed, ready
+from event_samples import changed, issued, ready
 from run_events import run_config
 
 from relax_events.config import AlgorithmConfig
 from relax_events.errors import ForeignRecord, PoisonSample
+from relax_events.events.types import PromptGroupIssued
 from relax_events.kafka.records import Record
 from relax_events.runtime.validation import check_trainable
 from relax_events.training.issue_rules import IssueRules
@@ -36,6 +38,36 @@ def require_met(
         sample,
         trainer_version=trainer_version,
     )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        (issued("000103-0099-0"), "group_index must be below run.prompts_per_step = 4, got 99"),
+        (
+            issued("000001-0002-0", of=3),
+            "samples_per_prompt must be run.samples_per_prompt = 2, got 3",
+        ),
+        (
+            replace(issued("000103-0003-0"), required_policy_version=101),
+            "required_policy_version must be at least 102 for train step 103, got 101",
+        ),
+        (replace(issued("000103-0003-5"), required_policy_version=102), ""),
+        (issued("000001-0003-0"), ""),
+        (issued("000001-1000000-0", of=3), ""),
+    ],
+)
+def test_prompt_in_a_batch_slot_that_the_run_lacks_is_rejected(
+    prompt: PromptGroupIssued, problem: str
+) -> None:
+    """A worker may be behind the prompter, so that any train step may be one of the run; an
+    external prompt has its own number of samples."""
+    with (
+        pytest.raises(ForeignRecord, match=f"'{prompt.prompt_group_id}': {re.escape(problem)}; no ")
+        if problem
+        else nullcontext()
+    ):
+        TERMS.check_prompt(prompt)
 
 
 def test_valid_sample_passes_the_issue_checks() -> None:
