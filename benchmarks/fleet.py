@@ -213,14 +213,15 @@ class SimulatedWorker:
             interval_seconds=config.workers.heartbeat_seconds,
         )
         self.num_leased, self.index = 0, index
+        lanes = config.plan_lanes(None)
         self._leases = open_lease_source(
             config.broker.prompt_queue,
             connection,
             group=plan.consumer_group("rollout"),
             topic=plan.topic("prompt.groups"),
             max_leases=config.num_lanes,
-            first_lanes=config.num_first_lanes,
-            most_lanes=config.count_most_lanes(None),
+            first_lanes=lanes.first,
+            most_lanes=lanes.most,
             on_lease=lambda lease: fleet.take(self, lease),
         )
         self.failures = connection.auth_failures

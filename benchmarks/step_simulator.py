@@ -78,7 +78,7 @@ class Schedule:
             **(
                 {
                     "batch_size": config.prompt_groups_per_lease(),
-                    "lanes_per_engine": config.count_most_lanes(share_group_size),
+                    "lanes_per_engine": config.plan_lanes(share_group_size).most,
                 }
                 if share_group_size is not None
                 else {}

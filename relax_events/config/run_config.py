@@ -5,7 +5,7 @@ made from their docstrings.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -270,6 +270,20 @@ class ParentSection(Section):
         return self
 
 
+class Lanes(NamedTuple):
+    """Share consumers of a rollout worker.
+
+    Attributes:
+        first: Those that it starts with.
+        most: Those that it may have.
+        workers: Rollout workers for which the brokers have room.
+    """
+
+    first: int
+    most: int
+    workers: int
+
+
 class RunConfig(Section):
     """One training run."""
 
@@ -429,54 +443,34 @@ class RunConfig(Section):
         limit = self.scaling.max_workers if self.scaling.autoscaler.enabled else 1
         return max(self.workers.rollout, limit)
 
-    @property
-    def num_admitted_groups(self) -> int:
-        """Prompt groups of the steps that are admitted at once."""
-        return self.run.prompts_per_step * (self.run.max_staleness + 1)
+    def plan_lanes(self, share_group_size: int | None) -> Lanes:
+        """Return the share consumers of a rollout worker.
 
-    @property
-    def num_first_lanes(self) -> int:
-        """Share consumers that a rollout worker starts with: as many as lease its share of the
-        admitted prompt groups, or fill it.
-        """
-        share = -(-self.num_admitted_groups // self._num_rollout_workers)
-        return -(-min(share, self.num_lanes) // self.prompt_groups_per_lease())
-
-    def count_most_lanes(self, share_group_size: int | None) -> int:
-        """Return how many share consumers a rollout worker may have while it needs them.
-
-        One for each admitted prompt group where all workers together fit the share group then. Else
-        an equal part of what is allowed to `scaling.max_workers`; more, up to `num_lanes`, where
-        the run's own workers leave room.
+        It starts with as many as lease its share of the admitted prompt groups, or fill it. It may
+        have one for each admitted prompt group where the share group has room for these and at
+        least one first lane of each of `scaling.max_workers`. Else it may have an equal part of
+        what is allowed to those; more, up to `num_lanes`, where the run's own workers leave room.
 
         Args:
             share_group_size: Members that the brokers allow a share group; None if unknown.
         """
-        num_workers, num_first, most = (
+        num_workers, num_admitted = (
             self._num_rollout_workers,
-            self.num_first_lanes,
-            self.num_lanes,
+            self.run.prompts_per_step * (self.run.max_staleness + 1),
         )
-        if share_group_size is not None:
-            most = min(most, share_group_size // num_workers)
-            if not self.engine.max_prompt_groups:
-                equal = share_group_size // max(num_workers, self.scaling.max_workers)
-                most = max(most, equal)
-                if num_workers * num_first + self.num_admitted_groups <= share_group_size:
-                    most = max(most, self.num_admitted_groups)
-        return max(num_first, most)
-
-    def count_workers_with_room(self, share_group_size: int) -> int:
-        """Return for how many rollout workers' share consumers the brokers have room.
-
-        Args:
-            share_group_size: Members that the brokers allow a share group.
-        """
-        num_free = share_group_size - self.num_admitted_groups
-        return max(
-            share_group_size // self.count_most_lanes(share_group_size),
-            num_free // self.num_first_lanes,
-        )
+        share = min(-(-num_admitted // num_workers), self.num_lanes)
+        first = -(-share // self.prompt_groups_per_lease())
+        if share_group_size is None:
+            return Lanes(first, max(first, self.num_lanes), num_workers)
+        most_workers = max(num_workers, self.scaling.max_workers)
+        num_free, is_fixed = share_group_size - num_admitted, self.engine.max_prompt_groups > 0
+        if num_free >= most_workers:
+            first = min(first, num_free // most_workers)
+            return Lanes(first, self.num_lanes if is_fixed else num_admitted, num_free // first)
+        most = min(self.num_lanes, share_group_size // num_workers)
+        equal = share_group_size // most_workers
+        most = max(first, most if is_fixed else max(most, equal))
+        return Lanes(first, most, share_group_size // most)
 
     @property
     def first_version(self) -> int:

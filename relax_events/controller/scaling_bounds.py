@@ -112,11 +112,12 @@ def _build_pool(
         text = f"each needs a partition, and broker.queue_partitions = {partitions}"
         limits.append((partitions, text))
     elif share_group_size is not None:
+        lanes = config.plan_lanes(share_group_size)
         text = (
-            f"each starts with {config.num_first_lanes} lanes and may take more, and "
+            f"each starts with {lanes.first} lanes and may have {lanes.most}, and "
             f"{SHARE_GROUP_SIZE_KEY} = {share_group_size} on the brokers; {REMEDY}"
         )
-        limits.append((config.count_workers_with_room(share_group_size), text))
+        limits.append((lanes.workers, text))
     most, limit = min(limits, key=itemgetter(0))
     engine = {"rollout": config.engine, "judge": config.judge.engine}.get(role)
     urls = engine.sglang.urls if engine is not None and engine.name == "sglang" else ()
@@ -151,15 +152,15 @@ def require_rollout_capacity(config: RunConfig, size: int | None) -> str:
         return "no share group"
     if size is None:
         return f"the brokers do not report {SHARE_GROUP_SIZE_KEY}"
-    num_workers, num_first = config.roles()["rollout"], config.num_first_lanes
-    num_members = num_workers * num_first
+    num_workers, lanes = config.roles()["rollout"], config.plan_lanes(size)
+    num_members = num_workers * lanes.first
     if num_members > size:
         raise ConfigError(
-            f"{num_workers} rollout workers x {num_first} lanes at their start = {num_members} "
+            f"{num_workers} rollout workers x {lanes.first} lanes at their start = {num_members} "
             f"members are more than the brokers allow a share group: {SHARE_GROUP_SIZE_KEY} = "
             f"{size}; {REMEDY}"
         )
     return (
-        f"room for {config.count_workers_with_room(size)} rollout workers of {num_first} to "
-        f"{config.count_most_lanes(size)} lanes ({SHARE_GROUP_SIZE_KEY} = {size})"
+        f"room for {lanes.workers} rollout workers of {lanes.first} to {lanes.most} lanes "
+        f"({SHARE_GROUP_SIZE_KEY} = {size})"
     )

@@ -64,14 +64,15 @@ class PromptIntake:
             self.max_deliveries = (
                 limit if limit <= DEFAULT_DELIVERY_LIMIT else limit - DELIVERY_MARGIN
             )
+        lanes = self._config.plan_lanes(size)
         return open_lease_source(
             broker.prompt_queue,
             self._worker.connection,
             group=group,
             topic=plan.topic(PROMPT_GROUPS),
             max_leases=self._config.num_lanes,
-            first_lanes=self._config.num_first_lanes,
-            most_lanes=self._config.count_most_lanes(size),
+            first_lanes=lanes.first,
+            most_lanes=lanes.most,
             on_lease=on_lease,
         )
 

@@ -208,6 +208,7 @@ def compare_with_bound(
     load_seconds: float = 0.0,
     slots_per_engine: int = SLOTS_PER_ENGINE,
     prompts_per_step: int = PROMPTS_PER_STEP,
+    max_workers: int = 32,
     share_group_size: int = SHARE_GROUP_SIZE,
     **settings: Any,
 ) -> float:
@@ -252,6 +253,7 @@ def compare_with_bound(
             "data": {"source": "jsonl:rows"},
             "engine": {"max_running_samples": slots},
             "workers": {"rollout": num_slots // slots},
+            "scaling": {"max_workers": max_workers},
         }
     )
     derived = derive(run, {}, Machine(16, 2**37, (), {"trainer": 1}))
@@ -276,10 +278,11 @@ def compare_with_bound(
         (256, 1, 60.0),
         (1024, 1, 0.0),
         (1024, 4, 60.0),
+        (2048, 4, 0.0),
         (4096, 2, 0.0),
         *(
             pytest.param(num_slots, max_staleness, load_seconds, marks=pytest.mark.long)
-            for num_slots in (64, 256, 1024, 4096)
+            for num_slots in (64, 256, 1024, 2048, 4096)
             for max_staleness in (1, 2, 4)
             for load_seconds in (0.0, 60.0)
         ),
@@ -323,6 +326,17 @@ def test_many_workers_and_small_steps_are_no_slower_by_default(
         )
         >= 0.9
     )
+
+
+def test_lanes_that_wait_for_possible_workers_are_missing_in_large_steps() -> None:
+    by_default, of_eight = (
+        compare_with_bound(
+            num_slots=2048, prompts_per_step=250, max_staleness=4, max_workers=max_workers
+        )
+        for max_workers in (32, 8)
+    )
+    assert by_default < 0.9
+    assert of_eight >= 0.95
 
 
 def test_drain_leaves_half_of_the_bound_unused() -> None:

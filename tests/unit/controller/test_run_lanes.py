@@ -135,9 +135,10 @@ def test_rollout_worker_starts_with_the_lanes_that_lease_its_share(
         engine={"max_running_samples": 256},
     )
     assert config.num_lanes == 32
-    assert config.num_first_lanes == first
+    for size in (None, 100_000):
+        assert config.plan_lanes(size).first == first
     size = max(1000, workers * first)
-    assert config.count_workers_with_room(size) >= workers
+    assert config.plan_lanes(size).workers >= workers
     assert require_rollout_capacity(config, size)
 
 
@@ -152,8 +153,8 @@ def test_rollout_worker_starts_with_the_lanes_that_lease_its_share(
         ({}, 200, 32, 6),  # as many as lease at first
         ({"workers": {"rollout": 8}}, 200, 25, 8),  # an equal part
         ({"scaling": {"max_workers": 4}}, 200, 50, 4),
-        ({"engine": {"max_prompt_groups": 5}}, 1000, 5, 200),
-        ({}, None, 32, 0),
+        ({"engine": {"max_prompt_groups": 5}}, 1000, 5, 148),
+        ({}, None, 32, 1),
     ],
 )
 def test_rollout_worker_may_have_the_lanes_that_leave_room_for_the_others(
@@ -168,13 +169,30 @@ def test_rollout_worker_may_have_the_lanes_that_leave_room_for_the_others(
         "engine": {"max_running_samples": 256},
     }
     config = make_run_config(**(base | settings))
-    assert config.count_most_lanes(size) == most
+    lanes = config.plan_lanes(size)
+    assert (lanes.most, lanes.workers) == (most, workers)
     if size is not None:
-        assert config.count_workers_with_room(size) == workers
-        num_needed = min(
-            workers * most, workers * config.num_first_lanes + config.num_admitted_groups
-        )
-        assert num_needed <= size
+        assert min(workers * most, workers * lanes.first + 256) <= size
+
+
+@pytest.mark.parametrize("size", [200, 1000])
+@pytest.mark.parametrize("workers", [1, 8, 31, 100])
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+@pytest.mark.parametrize("prompts", [4, 128, 900])
+def test_as_many_workers_fit_as_with_lanes_that_fill_their_engines(
+    make_run_config: MakeRunConfig, prompts: int, staleness: int, workers: int, size: int
+) -> None:
+    config = make_run_config(
+        run={"prompts_per_step": prompts, "max_staleness": staleness},
+        workers={"rollout": workers},
+        engine={"max_running_samples": 256},
+    )
+    lanes, num_full = config.plan_lanes(size), size // config.num_lanes
+    assert lanes.workers >= min(num_full, config.scaling.max_workers)
+    if workers <= num_full or workers * lanes.first <= size:
+        assert lanes.workers >= workers
+        num_needed = workers * lanes.first + prompts * (staleness + 1)
+        assert min(workers * lanes.most, num_needed) <= size
 
 
 def test_run_whose_first_lanes_the_share_group_does_not_allow_is_rejected(
@@ -214,7 +232,7 @@ def test_scaling_request_beyond_the_share_group_size_is_rejected(
     bounds = ScalingBounds.from_config(config, is_supervised=True, share_group_size=200)
     with pytest.raises(
         RejectedError,
-        match=r"7 workers of default are more than 6: each starts with 4 lanes and may take more, "
+        match=r"7 workers of default are more than 6: each starts with 4 lanes and may have 32, "
         r"and group.share.max.size = 200",
     ):
         admit(ScaleState(), bounds, ScaleCommand(kind=Kind.OUT, target=7), now=1)
