@@ -18,7 +18,7 @@ def ready_sample(
     samples_per_prompt: int,
     group_index: int = 0,
     sample_index: int = 0,
-    **arrays: NDArray[Any],
+    **arrays: NDArray[Any] | None,
 ) -> SampleReady:
     """Return a sample of version 0; its reward is its index in the prompt group.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from relax_events.events.parts import Array
 from relax_events.events.schemas import TYPES_NAMESPACE
-from relax_events.events.tensors import pack, unpack
+from relax_events.events.tensors import pack, pack_runs, unpack, unpack_runs
 
 Converter = Callable[[Any], Any]
 
@@ -42,9 +42,13 @@ def _optional(kind: Any) -> Any | None:
     return Array if set(arms) == set(typing.get_args(Array)) else arms[0]
 
 
-def _each(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | None:
-    """Build the converter of a list from that of its content."""
-    if typing.get_origin(kind) is not list or (convert := make(typing.get_args(kind)[0])) is None:
+def _each(kind: Any, make: Callable[..., Converter | None]) -> Converter | None:
+    """Build the converter of a list from that of its content. Arrays in a list have no runs: their
+    number is bounded by the record's bytes alone.
+    """
+    if typing.get_origin(kind) is not list:
+        return None
+    if (convert := make(typing.get_args(kind)[0], in_list=True)) is None:
         return None
     if _optional(typing.get_args(kind)[0]) is not None:
         return lambda values: [None if value is None else convert(value) for value in values]
@@ -52,7 +56,7 @@ def _each(kind: Any, make: Callable[[Any], Converter | None]) -> Converter | Non
 
 
 def _find_converters(
-    cls: type, make: Callable[[Any], Converter | None]
+    cls: type, make: Callable[..., Converter | None]
 ) -> list[tuple[str, Converter]]:
     """Return the fields that need a converter; a converter of a value that may be missing is called
     for values only.
@@ -62,11 +66,11 @@ def _find_converters(
     return [(name, convert) for name, convert in converters if convert is not None]
 
 
-def _writer(kind: Any) -> Converter | None:
+def _writer(kind: Any, *, in_list: bool = False) -> Converter | None:
     if kind == Array:
-        return pack
+        return pack if in_list else pack_runs
     if (content := _optional(kind)) is not None:
-        return _as_branch(content, _writer(content))
+        return _as_branch(content, _writer(content, in_list=in_list))
     if not _is_record(kind):
         return _each(kind, _writer)
     names, converted = (
@@ -95,13 +99,13 @@ def _as_branch(kind: Any, convert: Converter | None) -> Converter | None:
     return lambda value: (name, convert(value))
 
 
-def _reader(kind: Any) -> Converter | None:
+def _reader(kind: Any, *, in_list: bool = False) -> Converter | None:
     if kind == Array:
-        return unpack
+        return unpack if in_list else unpack_runs
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return {member.value: member for member in kind}.__getitem__
     if (content := _optional(kind)) is not None:
-        return _reader(content)
+        return _reader(content, in_list=in_list)
     if not _is_record(kind):
         return _each(kind, _reader)
     converted = _find_converters(kind, _reader)

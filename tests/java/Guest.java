@@ -6,6 +6,7 @@ import java.time.Duration;
 import java.time.Instant;
 import java.util.ArrayList;
 import java.util.Collection;
+import java.util.Collections;
 import java.util.HashMap;
 import java.util.LinkedHashMap;
 import java.util.LinkedHashSet;
@@ -255,13 +256,18 @@ public final class Guest {
     return value == null || value instanceof Number || value instanceof Boolean ? value : value.toString();
   }
 
-  /** Reads a packed tensor: little-endian elements in C order, as many as the shape says. */
+  /** Reads a packed tensor: little-endian elements in C order, as many as the shape says, or one of each run. */
   private static List<Number> numbers(GenericRecord tensor) {
     ByteBuffer data = ((ByteBuffer) tensor.get("data")).duplicate().order(ByteOrder.LITTLE_ENDIAN);
     String dtype = tensor.get("dtype").toString();
     long count = 1;
     for (Object length : (Collection<?>) tensor.get("shape")) {
       count *= (long) length;
+    }
+    ByteBuffer runs = tensor.getSchema().getField("run_lengths") == null ? null : (ByteBuffer) tensor.get("run_lengths");
+    if (runs != null) {
+      runs = runs.duplicate().order(ByteOrder.LITTLE_ENDIAN);
+      count = runs.remaining() / 4;
     }
     List<Number> numbers = new ArrayList<>();
     for (long index = 0; index < count; index++) {
@@ -276,7 +282,14 @@ public final class Guest {
     if (data.hasRemaining()) {
       throw new IllegalArgumentException(data.remaining() + " bytes are left behind a tensor of " + count + " " + dtype);
     }
-    return numbers;
+    if (runs == null) {
+      return numbers;
+    }
+    List<Number> whole = new ArrayList<>();
+    for (Number number : numbers) {
+      whole.addAll(Collections.nCopies(runs.getInt(), number));
+    }
+    return whole;
   }
 
   /** Returns the schema that a record names, in either framing: 00 and a registry's schema id, or C3 01 and a fingerprint. */
