@@ -24,7 +24,7 @@ from typing import Any
 FAULTS = ("hang", "kill", "flood", "reply", "slow", "raise")
 NUM_TURNS = 3
 HANG_SECONDS, SLOW_SECONDS = 600.0, 0.3
-GO_ON = "go on"
+GO_ON = "next"
 
 
 def misbehave(how: str) -> str:

@@ -91,7 +91,7 @@ async def handle(socket: ServerConnection) -> None:
             turn += 1
             if turn == 2:
                 await misbehave(socket, how)
-        said = "x" * 8 * 2**20 if turn == 2 and how == "reply" else "go on"
+        said = "x" * 8 * 2**20 if turn == 2 and how == "reply" else "next"
         data = {"observation": {"text": said}, "reward": 1.0, "done": turn == NUM_TURNS}
         await socket.send(orjson.dumps({"type": "observation", "data": data}).decode())
 
