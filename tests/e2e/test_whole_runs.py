@@ -4,6 +4,7 @@ reaches its goal with a balanced ledger.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,27 @@ def spread(completion, *, answer, metadata, prompt):
         group = ADMIN.describe_consumer_groups(["{consumer_group}"], request_timeout=10)["{consumer_group}"].result(10)
         HOLDING[:] = [member for member in group.members if len(member.assignment.topic_partitions) == 2]
     return zlib.crc32(completion.encode()) % 1000 / 1000
+"""
+
+# Every tenth prompt group asks 40 times, each time after the same beginning.
+ASKING_OFTEN = """
+import http.client, json, os, sys
+from urllib.parse import urlsplit
+task = json.load(open(os.environ["RELAX_TASK_FILE"]))
+step, index, _ = map(int, task["prompt_group_id"].split("-"))
+base = urlsplit(os.environ["OPENAI_BASE_URL"])
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+           "Content-Type": "application/json"}
+for path in range(40 if (4 * step + index) % 10 == 0 else 1):
+    text = "0123456789" * 10 + f" {path:02d} " + "9876543210" * 3
+    body = json.dumps({"model": "any", "max_tokens": 2,
+                       "messages": [{"role": "user", "content": text}]})
+    connection = http.client.HTTPConnection(base.hostname, base.port, timeout=60)
+    connection.request("POST", base.path + "/chat/completions", body, headers)
+    reply = connection.getresponse()
+    if reply.status != 200:
+        sys.exit(reply.read().decode())
+    reply.read()
 """
 
 
@@ -110,6 +132,33 @@ def test_two_ranks_train_what_one_rank_trains(
     assert two["curves"]["grad_norm"] == pytest.approx(one["curves"]["grad_norm"], rel=1e-3)
     assert min(one["curves"]["grad_norm"]) > 0
     assert log_of(run_file.parent, f"{run_id}-two", "trainer-0")
+
+
+@pytest.mark.long
+def test_run_with_episodes_of_forty_paths_reaches_its_goal(
+    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
+) -> None:
+    (tmp_path / "asking.py").write_text(ASKING_OFTEN)
+    command = orjson.dumps([sys.executable, "-I", "-S", str(tmp_path / "asking.py")]).decode()
+    report = run_to_goal(
+        relax,
+        run_file,
+        bootstrap_servers,
+        f"run.id={run_id}",
+        "run.num_steps=10",
+        f"environment.command={command}",
+        "environment.max_turns=40",
+        "engine.max_context_tokens=192",
+        "engine.sampling.max_new_tokens=120",
+        "trainer.max_tokens_per_micro_batch=256",
+    )
+    samples = rolled_out(bootstrap_servers, run_id, num_partitions=6)
+    branched = [sample for sample in samples if sample.path_lengths]
+    assert len(branched) >= 2 * len(samples) // report["outcomes"]["trained"]
+    assert {len(sample.path_lengths) for sample in branched} == {40}
+    assert all(140 <= length <= 180 for sample in branched for length in sample.path_lengths)
+    assert report["outcomes"]["failed"] == report["prompt_groups_too_large"] == 0
+    assert min(report["curves"]["grad_norm"]) > 0
 
 
 def test_rollout_workers_share_a_consumer_group(
