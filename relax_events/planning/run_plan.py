@@ -106,11 +106,10 @@ class EpisodePlan:
             return None
         num_paths = environment.max_turns
         together = max(1, (config.trainer.max_tokens_per_micro_batch or 0) // path_tokens)
-        is_cut = config.trainer.backend == "torch"
         return cls(
             num_paths,
             path_tokens,
-            -(-num_paths // together) if is_cut else 1,
+            -(-num_paths // together),
             num_paths * path_tokens * ARRAY_BYTES,
         )
 

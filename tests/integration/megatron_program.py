@@ -76,8 +76,11 @@ class Scenario:
     frozen: tuple[str, ...] = ()
 
 
+SMALL_PASSES = {"max_tokens_per_micro_batch": 24}
+"""Of micro-batches of two to four samples of up to 20 tokens."""
 SHORT = {
     "tensor": Scenario("qwen3", {"tensor": 2}),
+    "passes_stages": Scenario("qwen3", {"pipeline": 2}, SMALL_PASSES, WHOLE_STEP),
     "replayed": Scenario("qwen3_moe", {"tensor": 2}, replays_routing=True),
 }
 LONG = {
@@ -146,6 +149,15 @@ LONG = {
     "omni": Scenario(
         "qwen3_omni_moe_thinker", {"tensor": 2}, {"activation_checkpointing": "whole"}
     ),
+    "passes_tensor": Scenario(
+        "qwen3", {"tensor": 2}, SMALL_PASSES | {"activation_checkpointing": "whole"}
+    ),
+    "passes_context": Scenario("qwen3", {"context": 2}, SMALL_PASSES),
+    "passes_chunks": Scenario("deep", {"pipeline": 2, "chunks": 2}, SMALL_PASSES, WHOLE_STEP),
+    "passes_replayed": Scenario("qwen3_moe", {"pipeline": 2}, SMALL_PASSES, replays_routing=True),
+    "passes_vision": Scenario("qwen3_vl", {"tensor": 2}, SMALL_PASSES),
+    "balanced_passes": Scenario("qwen3_moe", {"expert": 2}, SMALL_PASSES, BALANCED),
+    "balanced_passes_stages": Scenario("qwen3_moe", {"pipeline": 2}, SMALL_PASSES, BALANCED),
     "replayed_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, replays_routing=True),
 }
 FOUR = {
@@ -268,6 +280,7 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
             "activation_checkpointing": "none",
             "offload_optimizer": False,
             "share_prompts": False,
+            "max_tokens_per_micro_batch": 10_000,
         }
     )
     plain = config.model_copy(update={"trainer": kept})  # for the reference
@@ -279,8 +292,10 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
     if (sharing := backend._model.prefix_sharing) is not None:
         backend._model.prefix_sharing = replace(sharing, min_tokens=2)
+    cells = record_cells(backend)
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
         results["metrics"] = train(backend, config, **at)
+        results["cells"] = list(cells)
         first = checkpoints.save(backend.state(), extra={}).wait(60)
         results["first"] = state_of(checkpoints, first)
         results["metrics"] += train(backend, config, **at)
@@ -315,6 +330,21 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
             checkpoints, checkpoints.save(backend.state(), extra={}).wait(60)
         )
     return results
+
+
+def record_cells(backend: MegatronBackend) -> list[int]:
+    """Return a list that gets the cells of each pass of several paths."""
+    cells: list[int] = []
+    model = backend._model
+    run = model.run
+
+    def run_and_record(works: Any, **settings: Any) -> None:
+        batches = [work.batch for work in works if work.batch is not None]
+        cells.extend(one.input_ids.size for one in batches if len(one.num_path_tokens) > 1)
+        run(works, **settings)
+
+    model.run = run_and_record
+    return cells
 
 
 def state_of(checkpoints: Checkpoints, reference: Any) -> dict[str, Tensor]:

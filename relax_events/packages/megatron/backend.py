@@ -36,7 +36,13 @@ from relax_events.packages.megatron.opening import (
 )
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.backend.policy_training import PolicyTraining
-from relax_events.training.backend.step_sums import add_imbalance
+from relax_events.training.backend.step_training import (
+    ModelPass,
+    Outputs,
+    join_outputs,
+    list_passes,
+    multiply_gradients,
+)
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.batch.shared_prefixes import PrefixSharing
@@ -54,6 +60,7 @@ class MegatronBackend(PolicyTraining):
     _model: ModelStage
     _parameters: RankParameters
     waits_for_step = True
+    cuts_samples = True
 
     _choose_data_ranks = staticmethod(DataRanks)
 
@@ -145,46 +152,92 @@ class MegatronBackend(PolicyTraining):
 
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
         """Run micro-batches forward and backward; see `PolicyTraining`."""
-        works = pad_works([self._training_work(one, cutoff) for one in loss_batches], self._ranks)
-        self._model.run(works, on_done=lambda: self._report_progress())
+        lost = self._differentiate([one for one in loss_batches if one.batch.parts], cutoff)
+        passes = list(list_passes(loss_batches))
+        works = [self._training_work(one, lost.get(id(one.whole)), cutoff) for one in passes]
+        self._model.run(pad_works(works, self._ranks), on_done=lambda: self._report_progress())
         imbalances = self._model.take_imbalances().cpu()
         if len(imbalances) and self._micro_batches:  # the stage that computes the loss has these
-            trained = self._micro_batches[-len(imbalances) :]
-            coefficient = self._config.algorithm.load_balancing_coefficient
-            for sums, value in zip(trained, imbalances, strict=True):
-                add_imbalance(sums, float(value), coefficient=coefficient)
+            self._add_imbalances(passes, imbalances.tolist())
 
-    def _training_work(self, loss_batch: LossBatch, cutoff: float | None) -> Work:
+    def _differentiate(
+        self, loss_batches: Sequence[LossBatch], cutoff: float | None
+    ) -> dict[int, tuple[Outputs, Tensor]]:
+        """Return the outputs of micro-batches of several passes, whose losses have run backward to
+        them, and their sums, by identity; nothing where another pipeline stage has them. Collective
+        over the ranks that hold the model.
+        """
+        from relax_events.packages.megatron.stage import Work
+
+        outputs: dict[int, list[Outputs]] = {}
+
+        def keeping(one: ModelPass[LossBatch]) -> Work:
+            def keep(result: TokenLogprobs) -> Tensor:
+                outputs.setdefault(id(one.whole), []).append(result)
+                return result.logprobs.sum()
+
+            return Work(one.batch, keep, ids=_find_ids(one))
+
+        works = pad_works([keeping(one) for one in list_passes(loss_batches)], self._ranks)
+        self._model.run(works, forward_only=True, on_done=lambda: self._report_progress())
+        lost: dict[int, tuple[Outputs, Tensor]] = {}
+        for one in loss_batches:
+            if results := outputs.get(id(one)):
+                leaves = join_outputs(results)
+                with torch.enable_grad():
+                    loss, sums = self._compute_loss(one, TokenLogprobs(*leaves), cutoff)
+                    loss.backward()
+                lost[id(one)] = leaves, sums
+        return lost
+
+    def _training_work(
+        self,
+        one: ModelPass[LossBatch],
+        lost: tuple[Outputs, Tensor] | None,
+        cutoff: float | None,
+    ) -> Work:
         from relax_events.packages.megatron.stage import Work
 
         def loss(result: TokenLogprobs) -> Tensor:
-            value, sums = self._compute_loss(loss_batch, result, cutoff)
-            # a gradient that is not finite shows in the norm, after all micro-batches
-            self._record(loss_batch, sums, sums.new_zeros(()))
+            if lost is None:
+                value, sums = self._compute_loss(one.whole, result, cutoff)
+            else:
+                value, sums = multiply_gradients(result, lost[0], one.tokens), lost[1]
+            if one.is_last:
+                # a gradient that is not finite shows in the norm, after all micro-batches
+                self._record(one.whole, sums, sums.new_zeros(()))
             return value
 
+        whole = one.whole.batch
+        weights = self._objective.path_weights(
+            torch.from_numpy(whole.num_loss_tokens), torch.from_numpy(whole.num_path_loss_tokens)
+        ).numpy()
         return Work(
-            loss_batch.batch,
+            one.batch,
             loss,
             entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
-            ids=loss_batch.token_sets.ids if loss_batch.token_sets else None,
-            path_weights=self._objective.path_weights(
-                torch.from_numpy(loss_batch.batch.num_loss_tokens),
-                torch.from_numpy(loss_batch.batch.num_path_loss_tokens),
-            ).numpy(),
+            ids=_find_ids(one),
+            path_weights=weights[one.paths],
         )
 
     def _score_all(self, loss_batches: Sequence[LossBatch]) -> Iterator[NDArray[np.floating]]:
         """Yield the log-probabilities of micro-batches, zeros where another pipeline stage has
         them; see `PolicyTraining`.
         """
-        yield from compute_outputs(
+        passes = list(list_passes(loss_batches))
+        outputs = compute_outputs(
             self._model,
-            [one.batch for one in loss_batches],
+            [one.batch for one in passes],
             self._ranks,
             read=lambda result: result.logprobs,
             on_done=lambda: self._report_progress(),
         )
+        logprobs: list[NDArray[np.floating]] = []
+        for one, output in zip(passes, outputs, strict=True):
+            logprobs.append(output)
+            if one.is_last:
+                yield np.concatenate(logprobs)
+                logprobs.clear()
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return guard_passes(self._ranks, what)
@@ -209,3 +262,9 @@ class MegatronBackend(PolicyTraining):
         from relax_events.packages.megatron.critic import MegatronCritic
 
         return MegatronCritic(config, ranks=ranks)
+
+
+def _find_ids(one: ModelPass[LossBatch]) -> NDArray[np.int64] | None:
+    """Return the token ids whose log-probabilities a pass computes besides those of its targets."""
+    sets = one.whole.token_sets
+    return sets.ids[one.tokens] if sets else None

@@ -37,13 +37,19 @@ from relax_events.training.backend.step_sums import (
     MicroBatchSums,
     OptimizerStep,
     Totals,
+    add_imbalance,
     build_pass_metrics,
     build_step_metrics,
     find_worst_tokens,
     gather_totals,
     sum_micro_batch,
 )
-from relax_events.training.backend.step_training import PackedModel, StepTraining, StepUpdates
+from relax_events.training.backend.step_training import (
+    ModelPass,
+    PackedModel,
+    StepTraining,
+    StepUpdates,
+)
 from relax_events.training.batch.loss_batch import LossBatch, whiten_step
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 from relax_events.training.batch.step_statistics import compute_second_moment_cutoff
@@ -235,6 +241,18 @@ class PolicyTraining(StepTraining[LossBatch, OptimizerStep, StepMetrics]):
         self._micro_batches.append(
             MicroBatchSums(device_sums, counts, loss_batch.sample_ids, batch.num_loss_tokens)
         )
+
+    def _add_imbalances(
+        self, passes: Sequence[ModelPass[LossBatch]], imbalances: Sequence[float]
+    ) -> None:
+        """Add the load-balancing losses of the passes that were trained last, weighted as the
+        aggregation says, to the sums of their micro-batches.
+        """
+        coefficient = self._config.algorithm.load_balancing_coefficient
+        at = -sum(one.is_last for one in passes)
+        for one, imbalance in zip(passes, imbalances, strict=True):
+            add_imbalance(self._micro_batches[at], imbalance, coefficient=coefficient)
+            at += one.is_last
 
     def _prepare_step(self) -> float:
         self._deferred = whiten_step(

@@ -64,12 +64,14 @@ class ModelPass(Generic[Batch]):
         whole: The micro-batch.
         batch: What the model runs.
         tokens: Of the loss tokens of the micro-batch.
+        paths: Of the paths of the micro-batch.
         is_last: Whether it is the micro-batch's last one.
     """
 
     whole: Batch
     batch: PackedBatch
     tokens: slice
+    paths: slice
     is_last: bool
 
 
@@ -78,11 +80,13 @@ def list_passes(batches: Iterable[Batch]) -> Iterator[ModelPass[Batch]]:
     and does not run.
     """
     for whole in batches:
-        parts = [part for part in whole.batch.parts or (whole.batch,) if len(part.targets)]
-        end = 0
-        for part in parts:
-            start, end = end, end + len(part.targets)
-            yield ModelPass(whole, part, slice(start, end), part is parts[-1])
+        num_tokens, token, path = len(whole.batch.targets), 0, 0
+        for part in whole.batch.parts or (whole.batch,):
+            tokens = slice(token, token + len(part.targets))
+            paths = slice(path, path + len(part.num_path_tokens))
+            token, path = tokens.stop, paths.stop
+            if len(part.targets):
+                yield ModelPass(whole, part, tokens, paths, is_last=token == num_tokens)
 
 
 def join_outputs(outputs: Sequence[Outputs]) -> Outputs:
@@ -95,21 +99,22 @@ def join_outputs(outputs: Sequence[Outputs]) -> Outputs:
     )
 
 
-def push_back(outputs: Outputs, leaves: Outputs, tokens: slice) -> None:
-    """Run a pass backward from the gradients that the loss of its whole micro-batch has at its
-    outputs: so the passes add up to the gradient of one, whatever couples their tokens.
+def multiply_gradients(outputs: Outputs, leaves: Outputs, tokens: slice) -> Tensor:
+    """Return the loss of a pass that runs backward from the gradients that the loss of its whole
+    micro-batch has at its outputs: so the passes add up to the gradient of one, whatever couples
+    their tokens.
 
     Args:
         outputs: Of the pass, computed again with gradient.
         leaves: From `join_outputs`; the loss has run backward.
         tokens: Those of the pass.
     """
-    gradients = [
-        (output, leaf.grad[tokens])
+    products = [
+        (output * leaf.grad[tokens]).sum()
         for output, leaf in zip(outputs, leaves, strict=True)
         if output.requires_grad and leaf.grad is not None
     ]
-    torch.autograd.backward([one for one, _ in gradients], [one for _, one in gradients])
+    return torch.stack(products).sum()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from relax_events.training.backend.step_training import (
     Outputs,
     join_outputs,
     list_passes,
-    push_back,
+    multiply_gradients,
 )
 from relax_events.training.ranks import Ranks
 
@@ -120,7 +120,7 @@ class TorchLayout:
         """Run a pass forward and backward; return what records its micro-batch."""
         outputs = calls.run(one)
         if lost is not None:
-            push_back(outputs, lost[0], one.tokens)
+            multiply_gradients(outputs, lost[0], one.tokens).backward()
             return lost[1]
         loss, record = calls.compute_loss(one.whole, outputs)
         loss.backward()

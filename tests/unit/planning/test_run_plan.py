@@ -191,11 +191,6 @@ def test_episode_is_planned_in_passes(budget: int, num_passes: int) -> None:
     assert found.episode == EpisodePlan(40, 4096, num_passes, host_bytes=40 * 4096 * 29)
 
 
-def test_megatron_trains_an_episode_in_one_pass() -> None:
-    found = plan(backend="megatron", sections={"environment": PROGRAM})
-    assert found.episode == EpisodePlan(40, 4096, 1, host_bytes=40 * 4096 * 29)
-
-
 @pytest.mark.parametrize(
     "environment",
     [{}, {"function": "zoom", "max_turns": 40}, PROGRAM | {"trained_paths": "last"}],
