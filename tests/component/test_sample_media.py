@@ -7,12 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from engine_requests import finish
 
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import FinishReason
 from relax_events.events.types import SampleReady
 from relax_events.media.library import MediaLibrary
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.weight_stream import collect_weights
 from relax_events.training.ranks import SingleRank
 from tests.unit.image_model import image_engine, image_run, ready, request_for
 from tests.unit.trainer_samples import make_samples, run_config
@@ -88,3 +91,36 @@ def test_text_model_error_names_the_sample_with_images(samples: list[SampleReady
     text = replace(make_samples(1)[0], media=samples[0].media)
     with pytest.raises(PoisonSample, match="sample s0: the model reads text only"):
         backend.accumulate([text])
+
+
+def test_lost_sample_with_images_has_no_part_in_a_train_step(tmp_path: Path) -> None:
+    """It is its prompt alone, whose placeholders must fit the prompt's images; the step is the one
+    without it.
+    """
+    config, engine = image_run(tmp_path), image_engine()
+    library = MediaLibrary(config)
+    request = request_for(1, library, num_samples=3)
+    engine.submit(request)
+    first, second, third = (
+        ready(request, sample, index) for index, sample in enumerate(finish(engine).values())
+    )
+    num_prompt = third.num_prompt_tokens
+    assert num_prompt
+    lost = replace(
+        third,
+        tokens=third.tokens[:num_prompt],
+        loss_mask=np.zeros(num_prompt, np.uint8),
+        rollout_logprobs=np.zeros(num_prompt, np.float32),
+        advantages=np.zeros(num_prompt, np.float32),
+        reward=None,
+        finish_reason=FinishReason.LOST,
+    )
+    assert lost.media
+    trained = []
+    for samples in ([first, second], [first, lost, second]):
+        backend = TorchBackend(config, ranks=SingleRank())
+        backend.accumulate(samples)
+        backend.step()
+        trained.append(collect_weights(backend))
+    for name, tensor in trained[0].items():
+        torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)

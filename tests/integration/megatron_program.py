@@ -74,6 +74,8 @@ class Scenario:
     replays_routing: bool = False
     lora: dict[str, Any] | None = None
     frozen: tuple[str, ...] = ()
+    unrewarded: tuple[int, ...] = ()
+    """Samples of each step that have no reward, and so no part in it."""
 
 
 SMALL_PASSES = {"max_tokens_per_micro_batch": 24}
@@ -105,6 +107,7 @@ LONG = {
         "deep", {"pipeline": 2, "chunks": 2}, lora={"target_modules": ("k_proj", "up_proj")}
     ),
     "adapters_context": Scenario("qwen3_moe", {"context": 2, "expert": 2}, lora={"rank": 4}),
+    "unrewarded": Scenario("qwen3", {"tensor": 2}, unrewarded=(2, 3, 6)),
     "experts": Scenario("qwen3_moe", {"expert": 2}),
     "experts_divided": Scenario("qwen3_moe", {"expert_tensor": 2}),
     "experts_data": Scenario("qwen3_moe", {}),
@@ -176,11 +179,18 @@ SCENARIOS = SHORT | LONG | FOUR
 
 
 def train(
-    backend: TrainerBackend, config: RunConfig, *, data: int = 0, num_data: int = 1
+    backend: TrainerBackend,
+    config: RunConfig,
+    *,
+    unrewarded: tuple[int, ...] = (),
+    data: int = 0,
+    num_data: int = 1,
 ) -> list[Any]:
     """Train a step of which this data-parallel rank has its share; return its metrics."""
     step = backend.policy_version
     samples = samples_of(config, step, backend.experts)
+    for index in unrewarded:
+        samples[index] = replace(samples[index], reward=None)
     groups = [samples[first : first + 2] for first in range(0, 10, 2)]
     mine = [sample for group in groups[data::num_data] for sample in group]
     size = 2 + 2 * data  # ranks with other numbers of micro-batches
@@ -199,7 +209,7 @@ def leave(backend: TrainerBackend) -> None:
         backend.bring_back()
 
 
-def train_rounded(config: RunConfig, ranks: Ranks, at: dict[str, int]) -> list[bool]:
+def train_rounded(config: RunConfig, ranks: Ranks, at: dict[str, Any]) -> list[bool]:
     """Train two steps in bfloat16, with and without all memory overwritten between them; return
     for each tensor whether the weights are the same."""
     found = []
@@ -286,7 +296,8 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     plain = config.model_copy(update={"trainer": kept})  # for the reference
     results: dict[str, Any] = {}
     store = ObjectStore.open((folder / "objects").as_uri())
-    at = {"data": ranks.at.data, "num_data": ranks.topology.data}
+    chosen: dict[str, Any] = {"unrewarded": scenario.unrewarded}
+    at = chosen | {"data": ranks.at.data, "num_data": ranks.topology.data}
     if name in ROUNDED:
         results["rounded"] = train_rounded(config, ranks, at)
     backend = MegatronBackend(config, ranks=ranks, dtype=torch.float64)
@@ -306,14 +317,14 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
         if ranks.rank == 0:
             with Float64Reference():
                 alone = TorchBackend(plain, ranks=SingleRank(), dtype=torch.float64)
-                expected = {"metrics": train(alone, config)}
+                expected = {"metrics": train(alone, config, **chosen)}
                 expected["first"] = {
                     key: value.clone() for key, value in alone.state().tensors.items()
                 }
-                expected["metrics"] += train(alone, config)
+                expected["metrics"] += train(alone, config, **chosen)
                 expected["weights"] = collect_weights(alone)
                 alone.load_state(checkpoints.load(first).state)
-                expected["metrics_again"] = train(alone, config)
+                expected["metrics_again"] = train(alone, config, **chosen)
                 expected["weights_again"] = collect_weights(alone)
             results["expected"] = expected
     with Checkpoints(

@@ -4,10 +4,18 @@ reason and remedy of all others.
 
 from __future__ import annotations
 
+import io
+import json
+
+import fastavro
 import pytest
+from event_samples import rolled_out
 from schema_changes import ALLOWED, FORBIDDEN, ONE_WAY, changed, field, without_enum_default
 
+from relax_events.events.codec import MAGIC, EventCodec
 from relax_events.events.compatibility import compare, incompatibilities
+from relax_events.events.parts import FinishReason
+from relax_events.events.sample_columns import join_samples
 from relax_events.events.schemas import Release, current_release, read_releases, schema_directory
 
 NOW = Release("0.1.0", current_release(schema_directory()).schemas)
@@ -72,3 +80,22 @@ def test_two_schemas_are_compared_under_the_names_given() -> None:
         NAME,
         "ours can't read what the run's writer wrote: long can't be read as int",
     )
+
+
+@pytest.mark.parametrize("reason", [FinishReason.LATE, FinishReason.LOST])
+def test_release_without_late_and_lost_reads_them_as_errors(reason: FinishReason) -> None:
+    """Its trainer gives such a sample no baseline, and what has no loss token no gradient."""
+    name = "relax.events.sample.SamplesRolledOut"
+    (first, *_) = read_releases(schema_directory())
+    assert reason.value not in json.dumps(first.schemas[name])
+    samples = [rolled_out(), rolled_out(index=1, finish_reason=reason, error="its server is gone")]
+    (record,) = join_samples(samples)
+    data = EventCodec().encode(record)
+    writer, reader = (
+        fastavro.parse_schema(json.loads(json.dumps(release.schemas[name])), named_schemas={})
+        for release in (NOW, first)
+    )
+    body = io.BytesIO(data[len(MAGIC) + 8 :])
+    read = fastavro.schemaless_reader(body, writer, reader)
+    assert read["finish_reason"] == ["stop", "error"]
+    assert "error" not in read
