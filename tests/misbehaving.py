@@ -24,7 +24,7 @@ from typing import Any
 FAULTS = ("hang", "kill", "flood", "reply", "slow", "raise")
 NUM_TURNS = 3
 HANG_SECONDS, SLOW_SECONDS = 600.0, 0.3
-GO_ON = "next"
+NEXT = "next"
 
 
 def misbehave(how: str) -> str:
@@ -40,7 +40,7 @@ def misbehave(how: str) -> str:
         time.sleep(HANG_SECONDS)
     if how == "slow":
         time.sleep(SLOW_SECONDS)
-    return "x" * 8 * 2**20 if how == "reply" else GO_ON
+    return "x" * 8 * 2**20 if how == "reply" else NEXT
 
 
 def respond(completion: str, *, messages: list[dict[str, Any]], metadata: dict[str, Any]) -> Any:
@@ -48,7 +48,7 @@ def respond(completion: str, *, messages: list[dict[str, Any]], metadata: dict[s
     turn = 1 + sum(message["role"] == "assistant" for message in messages)
     if turn == NUM_TURNS:
         return None
-    return misbehave(metadata.get("how", "")) if turn == 2 else GO_ON
+    return misbehave(metadata.get("how", "")) if turn == 2 else NEXT
 
 
 class Gymnasium:
@@ -60,7 +60,7 @@ class Gymnasium:
 
     def step(self, action: str) -> Any:
         self.turn += 1
-        said = misbehave(self.how) if self.turn == 2 else GO_ON
+        said = misbehave(self.how) if self.turn == 2 else NEXT
         return said, 1.0, self.turn == NUM_TURNS, False, {}
 
 
@@ -76,7 +76,7 @@ class Interaction:
     async def step(self, response_text: str) -> Any:
         self.turn += 1
         await asyncio.sleep(0)
-        said = misbehave(self.how) if self.turn == 2 else GO_ON
+        said = misbehave(self.how) if self.turn == 2 else NEXT
         return {"obs_str": said}, self.turn == NUM_TURNS, {"reward": 1.0}
 
 
