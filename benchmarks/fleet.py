@@ -399,7 +399,7 @@ class Measurement:
         measured = dataclasses.asdict(case) | self._start(case)
         self._fleet.answer_all()
         time.sleep(SETTLE_SECONDS)
-        measured["rest"] = self._watch(lambda: time.sleep(REST_SECONDS) or 0)
+        measured["rest"] = self._watch(self._rest)
         measured |= self._look()
         measured["load"] = self._watch(self._load)
         measured |= self._lose(case.num_workers)
@@ -428,6 +428,11 @@ class Measurement:
         count = self._prompts.write_paced(GROUPS_PER_SECOND, LOAD_SECONDS)
         time.sleep(2.0)
         return count
+
+    def _rest(self) -> int:
+        """Write nothing for a while."""
+        time.sleep(REST_SECONDS)
+        return 0
 
     def _watch(self, work: Callable[[], int]) -> dict[str, Any]:
         """Watch brokers and clients during some work."""

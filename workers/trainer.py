@@ -403,7 +403,7 @@ class TrainLoop:
                 self._backend.skip_step()
                 return None
             except OutOfMemory as error:  # other ranks wait, or the weights have moved
-                failpoint("trainer.out_of_memory")
+                failpoint("trainer.step_out_of_memory")
                 budget = self._config.trainer.max_tokens_per_micro_batch
                 self._opener.smaller.write(step, error, budget=budget)
                 raise

@@ -19,6 +19,7 @@ UNSET: dict[str, Any] = {
     "engine.threads": 1,
     "workers.drain_seconds": 20.0,
     "run.weight_update_mode": "drain",
+    "run.retain_versions": 0,
 }
 """Values for keys that a real run derives from its model."""
 CORPUS = ("read the file", "12=21")

@@ -62,6 +62,7 @@ POINTS = {
     ),
     "trainer.after_accumulate": "a step's gradients are complete, the weights are old",
     "trainer.out_of_memory": "a pass did not fit the device, the gradients are not discarded",
+    "trainer.step_out_of_memory": "an optimizer step did not fit, its bound is not written",
     "trainer.after_optimizer_step": (
         "an optimizer step is done, others of the train step may be left"
     ),

@@ -172,8 +172,11 @@ def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_i
     )
     # killed before the gradients are discarded, and after a step that has smaller passes
     # in the optimizer step, a process comes to each of them once
-    count = "" if settings.keys() & {"num_mini_batches", "sharding"} else ":2"
-    run.arm(f"trainer.out_of_memory{count}=kill", f"trainer.after_commit{count}=kill")
+    in_step = bool(settings.keys() & {"num_mini_batches", "sharding"})
+    points = (
+        ("step_out_of_memory", "after_commit") if in_step else ("out_of_memory:2", "after_commit:2")
+    )
+    run.arm(*(f"trainer.{point}=kill" for point in points))
     assert run.wait_until_ended(run.start(), timeout_seconds=600) == 0
     assert len(run.fired()) == 2
     ledger = assert_ledger_balances(run)

@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from relax_events import cli
+from relax_events.cli import entry
 from relax_events.errors import ConfigError, Fenced, RelaxError
 from relax_events.runtime.parent_watch import drain_when_supervisor_exits
 from relax_events.training.distributed import open_ranks
@@ -45,5 +46,5 @@ def act() -> None:
 
 if __name__ == "__main__":
     sys.argv.insert(1, "worker")
-    cli._called = act
+    entry._called = act
     cli.main()

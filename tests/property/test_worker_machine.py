@@ -626,5 +626,5 @@ def test_state_machine_detects_every_broken_mechanism(
 
 def explore_several() -> None:
     """Run fixed explorations, each another one; most of them find what is broken at once."""
-    for max_examples in (25, 26, 27, 60):
+    for max_examples in (25, 26, 27, 60, 200):
         explore(max_examples=max_examples)

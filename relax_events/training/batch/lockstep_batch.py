@@ -17,18 +17,15 @@ from typing import Any
 
 import numpy as np
 import orjson
-import structlog
 
 from relax_events.errors import OutOfMemory, PoisonSample, RelaxError
 from relax_events.events.types import SampleReady
-from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.record_io import UNUSABLE
 from relax_events.training.batch.assembly import LocatedSample
 from relax_events.training.batch.step_batch import PassBudget
 from relax_events.training.ranks import Ranks
 from relax_events.training.step_record import RankStepResult
 
-log = structlog.get_logger()
 Decode = Callable[[], LocatedSample]
 """Returns the sample; raises one of `UNUSABLE`."""
 
@@ -174,8 +171,7 @@ class LockstepBatch:
         """Make passes smaller, or exclude the prompt group of a path that did not fit alone. What
         this rank would train until the ranks agree would be discarded.
         """
-        failpoint("trainer.out_of_memory")
-        log.warning("step.out_of_memory", train_step=self._version, error=str(error))
+        self._passes.report(error, train_step=self._version)
         self._ran_out_of_memory = True
         if error.num_paths > 1:
             self._passes.halve(error.num_cells)

@@ -56,6 +56,11 @@ class PassBudget:
         self._max_cells = min(max_cells or budget, budget)
         set_max_cells(self._max_cells)
 
+    def report(self, error: OutOfMemory, *, train_step: int) -> None:
+        """Log that a pass did not fit, before anything of the step is discarded."""
+        failpoint("trainer.out_of_memory")
+        log.warning("step.out_of_memory", train_step=train_step, error=str(error))
+
     def halve(self, num_cells: int) -> None:
         """Make passes smaller than one that did not fit."""
         self.lower(max(1, min(num_cells, self._max_cells) // 2))
@@ -176,8 +181,7 @@ class StepBatch:
         """Train the step so far again, and a micro-batch that did not fit: in smaller passes, or
         without the prompt group of its path.
         """
-        failpoint("trainer.out_of_memory")
-        log.warning("step.out_of_memory", train_step=self._version, error=str(error))
+        self._passes.report(error, train_step=self._version)
         if error.num_paths > 1:
             self._passes.halve(error.num_cells)
             self.share.max_cells = self._passes.recorded

@@ -145,6 +145,7 @@ def in_rounds(number: int) -> Callable[[], None]:
         trainer_version=0,
         accumulate=lambda _: None,
         discard=lambda: None,
+        passes=PassBudget(lambda _: None, budget=4),
     )
 
     def undecoded(index: int) -> UndecodedSample:
@@ -166,7 +167,7 @@ def in_rounds(number: int) -> Callable[[], None]:
 
 
 def planned(number: int) -> Callable[[], object]:
-    groups = [GroupSize(group_id(index), (7, 3, 5)) for index in range(number)]
+    groups = [GroupSize(group_id(index), ((7,), (3,), (5,))) for index in range(number)]
     rules = PlanRules(num_ranks=4, max_tokens=64, waits_each_round=True)
     return lambda: plan_step(groups, rules)
 
