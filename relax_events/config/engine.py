@@ -223,30 +223,36 @@ class SGLangConfig(Section):
         placed: list[ServerDevices] = []
         for arguments in self.list_arguments():
             sizes = {
-                axis: _read_number(arguments, names, default=1)
+                axis: _read_number(arguments, *names, default=1)
                 for axis, names in PARALLEL_SIZES.items()
             }
             per_copy = sizes["tensor"] * sizes["pipeline"]
             num_gpus = per_copy * (1 if ATTENTION_ALONE in arguments else sizes["data"])
             end = max((one.first + one.num_gpus for one in placed), default=0)
-            first = _read_number(arguments, (BASE_GPU,), default=end)
+            first = _read_number(arguments, BASE_GPU, default=end)
             placed.append(ServerDevices(first, num_gpus, per_copy))
         return placed
 
 
-def _read_number(arguments: Sequence[str], names: Sequence[str], *, default: int) -> int:
-    """Read the last argument of these names, `--name 2` or `--name=2`."""
-    number = default
+def read_argument(arguments: Sequence[str], *names: str) -> str | None:
+    """Return the value of an argument of SGLang by any of its names, `--name 2` or `--name=2`: the
+    last one counts. None where it is not given.
+    """
+    last = None
     for word, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, has_value, value = word.partition("=")
         if name in names:
-            text = value if has_value else following
-            if not text.isdecimal():
-                raise ValueError(
-                    f"engine.sglang.arguments: {name} takes a whole number, got {text!r}"
-                )
-            number = int(text)
-    return number
+            last = value if has_value else following
+    return last
+
+
+def _read_number(arguments: Sequence[str], *names: str, default: int) -> int:
+    text = read_argument(arguments, *names)
+    if text is not None and not text.isdecimal():
+        raise ValueError(
+            f"engine.sglang.arguments: {' or '.join(names)} takes a whole number, got {text!r}"
+        )
+    return default if text is None else int(text)
 
 
 class EngineConfig(Section):

@@ -8,6 +8,7 @@ import orjson
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.config.engine import read_argument
 from relax_events.planning.inventory import COMPUTING_ROLES
 from relax_events.planning.placement import place_worker, place_workers
 from relax_events.session.gpus import VISIBLE, find_gpus
@@ -96,7 +97,8 @@ class DeviceAssignment:
             return []
         key, engine = self._engines[role]
         arguments = engine.sglang.arguments
-        if engine.name != "sglang" or engine.sglang.urls or MEMORY_FRACTION in arguments:
+        is_chosen = read_argument(arguments, MEMORY_FRACTION) is not None
+        if engine.name != "sglang" or engine.sglang.urls or is_chosen:
             return []
         share = self._shares.get(f"{role}-{index}", min(planned))
         longer = [*arguments, MEMORY_FRACTION, f"{share:.3f}"]

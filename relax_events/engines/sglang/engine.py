@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relax_events.config import EngineConfig, ModelConfig, SGLangConfig
-from relax_events.config.engine import BASE_GPU
+from relax_events.config.engine import BASE_GPU, read_argument
 from relax_events.engines.replicas.router import Router
 from relax_events.engines.sglang.memory import frees_memory
 from relax_events.engines.sglang.server import SGLangServer
@@ -61,7 +61,8 @@ def servers(config: SGLangConfig) -> dict[str, SGLangConfig]:
     for index, (arguments, gpus) in enumerate(
         zip(config.list_arguments(), config.place_servers(), strict=True)
     ):
-        base = (BASE_GPU, str(gpus.first)) if gpus.first and BASE_GPU not in arguments else ()
+        is_placed = read_argument(arguments, BASE_GPU) is not None
+        base = (BASE_GPU, str(gpus.first)) if gpus.first and not is_placed else ()
         update = {"arguments": (*arguments, *base)}
         sections[f"server-{index}"] = config.model_copy(update=update)
     return sections

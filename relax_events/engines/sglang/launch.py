@@ -11,6 +11,7 @@ left out.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import runpy
@@ -37,7 +38,6 @@ CPU_ARGUMENTS = (
 """An idle scheduler that polls takes CPU time from other processes: without the last argument two
 engines on the same cores fell to 2 tokens/s.
 """
-BASE_GPU = "--base-gpu-id"
 GPU_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 """A server whose memory saver finds no CUDA driver does not start."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 the kernel's mount point
@@ -75,19 +75,18 @@ def main(folder: str, temporary: str, arguments: list[str]) -> None:
                 f"{sys.executable} has no relax-events, whose plugin SGLang needs on a CPU; "
                 "install it there with pip install --no-deps"
             )
-        arguments = [*CPU_ARGUMENTS, *_without_gpus(arguments)]
+        arguments = [*CPU_ARGUMENTS, *leave_out_gpus(arguments)]
     sys.argv = ["sglang", *arguments]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
-def _without_gpus(arguments: Sequence[str]) -> list[str]:
-    """Leave out `GPU_ARGUMENTS` and `--base-gpu-id` with its number."""
-    pairs = zip(["", *arguments[:-1]], arguments, strict=True)
-    return [
-        word
-        for before, word in pairs
-        if word not in (*GPU_ARGUMENTS, BASE_GPU) and before != BASE_GPU
-    ]
+def leave_out_gpus(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments without `GPU_ARGUMENTS` and `--base-gpu-id` with its number."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--base-gpu-id")
+    for name in GPU_ARGUMENTS:
+        parser.add_argument(name, action="store_true")
+    return parser.parse_known_args(arguments)[1]
 
 
 def find_shared_memory(process_group: int) -> set[Path]:

@@ -27,6 +27,7 @@ from transformers import (
 
 from relax_events.config import EngineConfig, SGLangConfig
 from relax_events.engines.requests import SampleState, build_samples
+from relax_events.engines.sglang import launch
 from relax_events.engines.sglang.checkpoint import ModelFolder, find_non_finite
 from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
@@ -451,6 +452,7 @@ def test_missing_logprob_is_kept_as_nan() -> None:
         (("--tp-size", "2"), ((), ()), [(0, 2, 2), (2, 2, 2)], [None, "2"]),
         ((), (("--tp-size", "2"), (), ()), [(0, 2, 2), (2, 1, 1), (3, 1, 1)], [None, "2", "3"]),
         ((), (("--base-gpu-id", "1"), ("--base-gpu-id=0",)), [(1, 1, 1), (0, 1, 1)], ["1", None]),
+        (("--base-gpu-id=1",), (), [(1, 1, 1)], [None]),
     ],
 )
 def test_servers_of_a_worker_have_gpus_of_their_own(
@@ -482,10 +484,21 @@ def test_engines_without_servers_of_their_own_have_one_gpu() -> None:
     assert EngineConfig(sglang=SGLangConfig(arguments=arguments)).num_devices == 1
 
 
+@pytest.mark.parametrize(
+    "of_gpus",
+    [("--base-gpu-id", "1"), ("--base-gpu-id=1",), ("--enable-memory-saver",)],
+)
+def test_server_without_an_accelerator_gets_no_arguments_of_gpus(of_gpus: tuple[str, ...]) -> None:
+    kept = (("--tp-size=1",), ("--files", "a", "b"), ("--sleep-on-idle",), ("--base", "{}"))
+    for place in range(len(kept) + 1):
+        arguments = [*sum(kept[:place], ()), *of_gpus, *sum(kept[place:], ())]
+        assert launch.leave_out_gpus(arguments) == list(sum(kept, ()))
+
+
 @pytest.mark.parametrize("arguments", [("--tp-size", "two"), ("--tp-size",), ("--pp-size=",)])
 def test_sizes_that_are_no_numbers_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(
-        ValueError, match=r"engine\.sglang\.arguments: --.p-size takes a whole number"
+        ValueError, match=r"engine\.sglang\.arguments: --.p or --.p-size or .* takes a whole number"
     ):
         SGLangConfig(arguments=arguments)
 

@@ -94,6 +94,7 @@ def test_server_takes_its_share_of_a_gpu_that_others_use(make_run_config: MakeRu
     [
         {"name": "transformers"},
         {"name": "sglang", "sglang": {"arguments": ["--mem-fraction-static", "0.5"]}},
+        {"name": "sglang", "sglang": {"arguments": ["--mem-fraction-static=0.5"]}},
         {"name": "sglang", "sglang": {"urls": ["http://localhost:1"]}},
     ],
 )
