@@ -60,7 +60,6 @@ from relax_events.projections.held_groups import HeldPromptGroups
 from relax_events.roles.prompt_records import (
     PromptQueue,
     build_prompt_record,
-    decode_prompter_event,
 )
 from relax_events.roles.prompter_state import (
     MAX_SUMMARY_REWARDS,
@@ -235,7 +234,7 @@ class PrompterLoop:
         ranges = {at: (begin, reader.watermarks(*at)[1]) for at, begin in begins.items()}
         self._queue.know({at: end for at, (_, end) in ranges.items()})
         for record in reader.stream(ranges):
-            event = decode_prompter_event(self._worker, record)
+            event = self._queue.decode(record)
             if isinstance(event, PromptGroupIssued):
                 self._remember_issue(event)
                 if not event.attempt:
@@ -250,7 +249,7 @@ class PrompterLoop:
         """Read the outcomes: a trained batch slot was issued, also where its record is purged."""
         outcomes = (self._worker.plan.topic(ENDS), 0)
         for record in reader.stream({outcomes: (begin, reader.watermarks(*outcomes)[1])}):
-            event = decode_prompter_event(self._worker, record)
+            event = self._queue.decode(record)
             if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
                 self._issued_slots.add(BatchSlot(event.train_step, event.group_index))
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationInfo
 
+from relax_events.config.base import get_tables
 from relax_events.errors import ConfigError
 from relax_events.plugins import ALGORITHMS, FilePlugin, find_plugin
 
@@ -157,17 +158,10 @@ def with_group_size(tree: Any, info: ValidationInfo) -> Any:
     """Fill in `run.samples_per_prompt` where the algorithm leaves no choice and the run file does
     not name it.
     """
-    algorithm, run = (
-        (tree.get(name) for name in ("algorithm", "run"))
-        if isinstance(tree, Mapping)
-        else (None, None)
-    )
-    if (
-        not isinstance(algorithm, Mapping)
-        or not isinstance(run, Mapping)
-        or "samples_per_prompt" in run
-    ):
+    tables = get_tables(tree, "algorithm", "run")
+    if not tables or "samples_per_prompt" in tables[1]:
         return tree
+    algorithm, run = tables
     name = str(algorithm.get("name", "grpo"))
     if is_from_log(name, info):
         return tree

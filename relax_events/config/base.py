@@ -40,6 +40,14 @@ def is_derived(field: FieldInfo) -> bool:
     return any(isinstance(one, WrapValidator) and one.func is or_derived for one in field.metadata)
 
 
+def get_tables(tree: Any, *names: str) -> list[Mapping[str, Any]]:
+    """Return tables of a run file that is not validated yet; none unless all of them are there."""
+    if not isinstance(tree, Mapping):
+        return []
+    tables = [table for name in names if isinstance(table := tree.get(name), Mapping)]
+    return tables if len(tables) == len(names) else []
+
+
 class Section(BaseModel):
     """A frozen table of a run file that refuses keys it does not know."""
 

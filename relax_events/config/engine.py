@@ -287,18 +287,23 @@ class EngineConfig(Section):
         return 2 * self.sglang.start_seconds if self.name == "sglang" else 0.0
 
     @property
+    def starts_servers(self) -> bool:
+        """Whether a worker starts SGLang servers of its own."""
+        return self.name == "sglang" and not self.sglang.urls
+
+    @property
     def num_devices(self) -> int:
         """GPUs on which the engine of one worker computes."""
-        if self.name != "sglang" or self.sglang.urls:
-            return 1
-        return max(one.first + one.num_gpus for one in self.sglang.place_servers())
+        return max(one.first + one.num_gpus for one in self._placed)
 
     @property
     def devices_per_copy(self) -> int:
         """GPUs that hold a copy of the model together; the fewest of any server."""
-        if self.name != "sglang" or self.sglang.urls:
-            return 1
-        return min(one.per_copy for one in self.sglang.place_servers())
+        return min(one.per_copy for one in self._placed)
+
+    @property
+    def _placed(self) -> list[ServerDevices]:
+        return self.sglang.place_servers() if self.starts_servers else [ServerDevices(0, 1, 1)]
 
     def num_lanes(self, *, samples_per_prompt: int) -> int:
         """Return how many prompt groups one worker holds at a time."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from relax_events.config.base import Positive, Seconds, Section
+from relax_events.config.base import Positive, Seconds, Section, get_tables
 from relax_events.config.data import KEYS_TO_LEARN, RowsConfig
 from relax_events.config.engine import SamplingConfig
 from relax_events.config.external_values import Names
@@ -31,13 +31,9 @@ def with_columns_of_data(tree: Any) -> Any:
     Args:
         tree: The run file, not validated yet.
     """
-    data, evaluation = (
-        (tree.get(name) for name in ("data", "evaluation"))
-        if isinstance(tree, Mapping)
-        else (None, None)
-    )
-    if not isinstance(data, Mapping) or not isinstance(evaluation, Mapping):
+    if not (tables := get_tables(tree, "data", "evaluation")):
         return tree
+    data, evaluation = tables
     datasets = evaluation.get("datasets")
     if not _is_file(data) or not isinstance(datasets, list | tuple):
         return tree

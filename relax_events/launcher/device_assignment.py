@@ -98,7 +98,7 @@ class DeviceAssignment:
         key, engine = self._engines[role]
         arguments = engine.sglang.arguments
         is_chosen = read_argument(arguments, MEMORY_FRACTION) is not None
-        if engine.name != "sglang" or engine.sglang.urls or is_chosen:
+        if not engine.starts_servers or is_chosen:
             return []
         share = self._shares.get(f"{role}-{index}", min(planned))
         longer = [*arguments, MEMORY_FRACTION, f"{share:.3f}"]

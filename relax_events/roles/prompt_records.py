@@ -41,7 +41,7 @@ class PromptQueue:
 
     def __init__(self, worker: Worker) -> None:
         self._worker, self._writer_id, self._owner_id = worker, uuid.uuid4().hex, ""
-        plan = worker.plan
+        plan, self._rules = worker.plan, IssueRules.from_config(worker.config)
         self._state: TopicPartition = (plan.topic(PROMPTER_STATE), 0)
         self.partitions: list[TopicPartition] = [
             (plan.topic(PROMPT_GROUPS), partition) for partition in range(plan.queue_partitions)
@@ -91,7 +91,7 @@ class PromptQueue:
         own_ids = {record.key for record in written}
         issued = []
         for record in self._reader.stream(unread):
-            event = decode_prompter_event(self._worker, record)
+            event = self.decode(record)
             if isinstance(event, PrompterStateSaved):
                 self._owner_id = event.writer_id
             elif isinstance(event, PromptGroupIssued) and event.prompt_group_id not in own_ids:
@@ -100,6 +100,18 @@ class PromptQueue:
         if self._owner_id != self._writer_id:
             raise Fenced("another prompter of this run took over; end this one")
         return issued
+
+    def decode(self, record: Record) -> Event | None:
+        """Return the event of a record that a prompter reads; None for a record of an unknown
+        producer, which the rollout role generates as an external one or writes to the dead letters.
+        """
+        with suppress(CorruptRecord, PoisonSample, SchemaError):
+            event = self._worker.records.codec.decode(record.value)
+            if not isinstance(event, PromptGroupIssued):
+                return event
+            self._rules.check_prompt(check_issued(event))
+            return None if is_external(event.prompt_group_id) else event
+        return None
 
     def _read_ends(self) -> dict[TopicPartition, int]:
         return retry_while_unavailable(
@@ -133,21 +145,6 @@ class PromptQueue:
         self._producer.close()
         self._reader.close()
         self._admin.close()
-
-
-def decode_prompter_event(worker: Worker, record: Record) -> Event | None:
-    """Return the event of a record that a prompter reads; None for a record of an unknown producer,
-    which the rollout role generates as an external one or writes to the dead letters.
-    """
-    run = worker.config.run
-    rules = IssueRules(worker.plan, run.prompts_per_step, run.samples_per_prompt)
-    with suppress(CorruptRecord, PoisonSample, SchemaError):
-        event = worker.records.codec.decode(record.value)
-        if not isinstance(event, PromptGroupIssued):
-            return event
-        rules.check_prompt(check_issued(event))
-        return None if is_external(event.prompt_group_id) else event
-    return None
 
 
 def build_prompt_record(

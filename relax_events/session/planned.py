@@ -8,14 +8,11 @@ from math import prod
 from relax_events.config import RunConfig
 from relax_events.config.unset_keys import missing_keys, with_values
 from relax_events.model_folder.tensors import list_weight_files
-from relax_events.planning.derived import derive
+from relax_events.planning.derived import MEAN_OF_LONGEST, derive
 from relax_events.planning.device_specs import DeviceSpec, parse_devices
 from relax_events.planning.inventory import CheckpointFacts, Machine, num_processors
 from relax_events.planning.run_plan import CPU, RunPlan, plan_run
 from relax_events.session.defaults import inspect_machine, read_checkpoint_facts
-
-MEAN_OF_LONGEST = 2
-"""A sample is reckoned with half of the longest length, where nothing else is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
     if missing_keys(config):
         values = derive(config, facts, machine)
         config = with_values(config, {one.key: one.value for one in values})
-    tokens = sample_tokens or (config.engine.max_context_tokens or 0) // MEAN_OF_LONGEST
+    tokens = sample_tokens or int((config.engine.max_context_tokens or 0) * MEAN_OF_LONGEST)
     plan = plan_run(config, facts, device=device, num_devices=count, sample_tokens=tokens)
     return PlannedRun(plan, config, facts["model"], device, count, tokens)
 
@@ -69,7 +66,7 @@ def plan_engine_shares(config: RunConfig) -> dict[str, float]:
     is not alone on it; none for a plan that does not fit, and where devices are held in turn.
     """
     engines = (config.engine, config.judge.engine)
-    if config.devices.time_share or all(engine.name != "sglang" for engine in engines):
+    if config.devices.time_share or not any(engine.starts_servers for engine in engines):
         return {}
     plan = plan_devices(config).plan
     return plan.compute_engine_shares() if plan.fits else {}
