@@ -3,7 +3,7 @@ can be trained, and agree on those that can't; samples reach the rank that train
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from event_samples import changed, ready
@@ -47,8 +47,12 @@ class Backend:
 
     def __init__(self, poison: set[str]) -> None:
         self.poison = poison
-        self.num_calls = 0
+        self.num_calls = self.max_cells = 0
         self.trained: list[str] = []
+
+    def set_max_cells(self, max_cells: int) -> None:
+        """Take the budget of a pass."""
+        self.max_cells = max_cells
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Keep the ids, or refuse the whole micro-batch."""
@@ -70,11 +74,7 @@ class SmallDevice(Backend):
 
     def __init__(self, poison: set[str], max_tokens: int) -> None:
         super().__init__(poison)
-        self.memory, self.max_cells = max_tokens, 0
-
-    def set_max_cells(self, max_cells: int) -> None:
-        """Take a budget."""
-        self.max_cells = max_cells
+        self.memory = max_tokens
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Keep the ids, as far as the memory suffices."""
@@ -89,6 +89,25 @@ class SmallDevice(Backend):
                     num_cells=size,
                 )
         super().accumulate(micro_batch)
+
+
+def make_batch(
+    rank: ThreadRank,
+    backend: Backend,
+    *,
+    worker: int | None = None,
+    budget: int = 1000,
+    max_cells: int = 0,
+) -> LockstepBatch:
+    """Return the batch of a rank's first step."""
+    return LockstepBatch(
+        RankStepResult(rank.rank if worker is None else worker),
+        rank,
+        trainer_version=0,
+        accumulate=backend.accumulate,
+        discard=backend.discard,
+        passes=PassBudget(backend.set_max_cells, budget=budget, max_cells=max_cells),
+    )
 
 
 def undecoded(
@@ -111,55 +130,54 @@ def undecoded(
 SAMPLES = st.sets(st.sampled_from(EVERY), max_size=3)
 
 
-@settings(max_examples=30)
-@given(
-    owners=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 3)),
-        min_size=len(EVERY),
-        max_size=len(EVERY),
-    ),
-    poison=SAMPLES,
-    lost=SAMPLES,
-)
-def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
-    owners: list[tuple[int, int]], poison: set[SampleName], lost: set[SampleName]
-) -> None:
-    """Any sample may be in any micro-batch of any rank, prompt groups split over ranks included."""
+def owner_lists(num_rounds: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Draw the rank and the micro-batch of each sample of `EVERY`."""
+    at = st.tuples(st.integers(0, 2), st.integers(0, num_rounds - 1))
+    return st.lists(at, min_size=len(EVERY), max_size=len(EVERY))
 
-    def program(rank: ThreadRank) -> tuple[Backend, LockstepBatch, list[ExcludedGroup]]:
-        backend = Backend({f"{id_of(group)}/{index}" for group, index in poison})
-        batch = LockstepBatch(
-            RankStepResult(rank.rank),
-            rank,
-            trainer_version=0,
-            accumulate=backend.accumulate,
-            discard=backend.discard,
-            passes=PassBudget(lambda _: None, budget=1000),
-        )
-        mine = [
-            [
-                undecoded(name, lost)
-                for name, at in zip(EVERY, owners, strict=True)
-                if at == (rank.rank, number)
-            ]
-            for number in range(rank.rank + 2)
-        ]
-        return backend, batch, batch.train(mine)
 
-    results = run_ranks(Topology.of(3), program)
+def ids_of(names: Iterable[SampleName]) -> set[str]:
+    """Return the ids of the prompt groups of samples."""
+    return {id_of(group) for group, _ in names}
 
-    present = {
-        name for name, (rank, number) in zip(EVERY, owners, strict=True) if number < rank + 2
-    }
-    bad = {id_of(group) for group, _ in (poison | lost) & present}
+
+Trained = tuple[Backend, LockstepBatch, list[ExcludedGroup]]
+
+
+def check_trained(results: Sequence[Trained], *, present: set[SampleName], bad: set[str]) -> None:
+    """Require that the ranks call equally often, and train the groups that are not bad alone."""
     expected = sorted(
         f"{id_of(group)}/{index}" for group, index in present if id_of(group) not in bad
     )
     assert sorted(name for backend, _, _ in results for name in backend.trained) == expected
     assert sorted(name for _, batch, _ in results for name in batch.share.sample_ids) == expected
     assert len({backend.num_calls for backend, _, _ in results}) == 1
-    for _, batch, excluded in results:
+    for _, _, excluded in results:
         assert {group.prompt_group_id for group in excluded} == bad
+
+
+@settings(max_examples=30)
+@given(owners=owner_lists(4), poison=SAMPLES, lost=SAMPLES)
+def test_all_trainable_groups_are_trained_once_and_ranks_call_equally_often(
+    owners: list[tuple[int, int]], poison: set[SampleName], lost: set[SampleName]
+) -> None:
+    """Any sample may be in any micro-batch of any rank, prompt groups split over ranks included."""
+    by_owner = dict(zip(EVERY, owners, strict=True))
+
+    def program(rank: ThreadRank) -> Trained:
+        backend = Backend({f"{id_of(group)}/{index}" for group, index in poison})
+        batch = make_batch(rank, backend)
+        mine = [
+            [undecoded(name, lost) for name in EVERY if by_owner[name] == (rank.rank, number)]
+            for number in range(rank.rank + 2)
+        ]
+        return backend, batch, batch.train(mine)
+
+    results = run_ranks(Topology.of(3), program)
+
+    present = {name for name, (rank, number) in by_owner.items() if number < rank + 2}
+    check_trained(results, present=present, bad=ids_of((poison | lost) & present))
+    for _, batch, excluded in results:
         assert all(group.error for group in excluded)
         assert batch.share.micro_batches == sorted(batch.share.micro_batches)
 
@@ -168,32 +186,16 @@ LENGTH, BUDGET = 10, 60
 
 
 @settings(max_examples=60)
-@given(
-    owners=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(0, 1)),
-        min_size=len(EVERY),
-        max_size=len(EVERY),
-    ),
-    memory=st.integers(LENGTH, BUDGET),
-    long=SAMPLES,
-    poison=SAMPLES,
-)
+@given(owners=owner_lists(2), memory=st.integers(LENGTH, BUDGET), long=SAMPLES, poison=SAMPLES)
 def test_ranks_train_again_together_in_passes_that_fit_without_what_fits_none(
     owners: list[tuple[int, int]],
     memory: int,
     long: set[SampleName],
     poison: set[SampleName],
 ) -> None:
-    def program(rank: ThreadRank) -> tuple[SmallDevice, LockstepBatch, list[ExcludedGroup]]:
+    def program(rank: ThreadRank) -> Trained:
         backend = SmallDevice({f"{id_of(group)}/{index}" for group, index in poison}, memory)
-        batch = LockstepBatch(
-            RankStepResult(rank.rank),
-            rank,
-            trainer_version=0,
-            accumulate=backend.accumulate,
-            discard=backend.discard,
-            passes=PassBudget(backend.set_max_cells, budget=BUDGET),
-        )
+        batch = make_batch(rank, backend, budget=BUDGET)
         mine = [
             [
                 undecoded(name, set(), 2 * BUDGET if name in long else LENGTH)
@@ -206,17 +208,10 @@ def test_ranks_train_again_together_in_passes_that_fit_without_what_fits_none(
 
     results = run_ranks(Topology.of(3), program)
 
-    bad = {id_of(group) for group, _ in long | poison}
-    expected = sorted(
-        f"{id_of(group)}/{index}" for group, index in EVERY if id_of(group) not in bad
-    )
-    assert sorted(name for backend, _, _ in results for name in backend.trained) == expected
-    assert sorted(name for _, batch, _ in results for name in batch.share.sample_ids) == expected
-    assert len({backend.num_calls for backend, _, _ in results}) == 1
+    check_trained(results, present=set(EVERY), bad=ids_of(long | poison))
     (max_cells,) = {backend.max_cells for backend, _, _ in results}
     for _, batch, excluded in results:
         assert batch.share.max_cells == (0 if max_cells == BUDGET else max_cells)
-        assert {group.prompt_group_id for group in excluded} == bad
         for group in excluded:  # records of what is too large are valid
             assert bool(group.positions) == ("poison" in group.error)
 
@@ -224,15 +219,7 @@ def test_ranks_train_again_together_in_passes_that_fit_without_what_fits_none(
 def test_recorded_step_begins_with_its_passes_on_all_ranks() -> None:
     def program(rank: ThreadRank) -> tuple[int, int]:
         backend = SmallDevice(set(), BUDGET)
-        passes = PassBudget(backend.set_max_cells, budget=BUDGET, max_cells=20)
-        batch = LockstepBatch(
-            RankStepResult(rank.rank),
-            rank,
-            trainer_version=0,
-            accumulate=backend.accumulate,
-            discard=backend.discard,
-            passes=passes,
-        )
+        batch = make_batch(rank, backend, budget=BUDGET, max_cells=20)
         batch.train([[undecoded((rank.rank, 0), set())]])
         return backend.max_cells, batch.share.max_cells
 
@@ -242,14 +229,7 @@ def test_recorded_step_begins_with_its_passes_on_all_ranks() -> None:
 def test_micro_batches_of_a_second_part_of_a_step_are_counted_on() -> None:
     def program(rank: ThreadRank) -> RankStepResult:
         backend = Backend(set())
-        batch = LockstepBatch(
-            RankStepResult(rank.rank),
-            rank,
-            trainer_version=0,
-            accumulate=backend.accumulate,
-            discard=backend.discard,
-            passes=PassBudget(lambda _: None, budget=1000),
-        )
+        batch = make_batch(rank, backend)
         batch.train([[undecoded((rank.rank, 0), set())]])
         batch.train([[undecoded((2, index), set())] for index in range(rank.rank)])
         assert backend.num_calls == 2
@@ -272,14 +252,7 @@ def test_peers_train_the_same_and_the_data_leader_alone_records_it() -> None:
         ]
         targets = {(id_of(group), index): index % topology.data for group, index in EVERY}
         received = exchange_samples(own, targets, ranks=rank)
-        batch = LockstepBatch(
-            RankStepResult(rank.at.data),
-            rank,
-            trainer_version=0,
-            accumulate=backend.accumulate,
-            discard=backend.discard,
-            passes=PassBudget(lambda _: None, budget=1000),
-        )
+        batch = make_batch(rank, backend, worker=rank.at.data)
         assert all(
             sample.value == f"{sample.partition} {sample.offset}".encode()
             for sample in received.values()

@@ -46,6 +46,14 @@ def config(apply_run: Callable[..., RunConfig], run_id: str) -> RunConfig:
 
 
 @pytest.fixture
+def run_file(config: RunConfig, tmp_path: Path) -> Path:
+    """Return the run file of that run."""
+    path = tmp_path / "run.json"
+    path.write_bytes(orjson.dumps(config.model_dump(mode="json")))
+    return path
+
+
+@pytest.fixture
 def write(config: RunConfig, producer: RecordProducer) -> Callable[[ValidRun], None]:
     """Return a writer of a run's records, each at its offset."""
 
@@ -217,15 +225,13 @@ def test_ledger_reports_weight_manifests_that_differ_from_the_published_ones(
 
 def test_ledger_check_prints_rule_record_locations_and_remedy(
     config: RunConfig,
+    run_file: Path,
     write: Callable[[ValidRun], None],
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = ValidRun(6, run_id=config.run.id)
     TAMPERINGS["trained offset holds another record than the train step says"](run)
     write(run)
-    run_file = tmp_path / "run.json"
-    run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     assert check(run_file) == 6
     printed = capsys.readouterr().out
     partition, offset = run.find("advantage.samples", sample_id="000003-0000-0/1")
@@ -259,15 +265,13 @@ def test_findings_name_the_fields_that_differ_with_both_values(
 
 def test_ledger_check_warns_of_a_prompt_group_that_was_issued_twice(
     config: RunConfig,
+    run_file: Path,
     write: Callable[[ValidRun], None],
-    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = ValidRun(6, run_id=config.run.id)
     run.issue("000003-0000-0")
     write(run)
-    run_file = tmp_path / "run.json"
-    run_file.write_bytes(orjson.dumps(config.model_dump(mode="json")))
     assert check(run_file) == 0
     printed = capsys.readouterr().out
     assert "WARNING  prompt group issued twice: 1\n        000003-0000-0: 2 times\n" in printed

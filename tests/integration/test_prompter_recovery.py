@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ from workers import prompter
 from workers.prompter import ENDS, HELD, PrompterLoop
 
 CODEC = EventCodec()
+end_group = partial(build_group_end, policy_version=0, trainer_version=0)
 
 Ranges = Mapping[TopicPartition, tuple[int, int]]
 
@@ -174,10 +176,7 @@ def test_rows_of_purged_records_are_not_issued_again(
         for index in (0, 1)
     ]
     write_queue(producer, plan, written)
-    ends = [
-        build_group_end(event.prompt_group_id, Outcome.TRAINED, policy_version=0, trainer_version=0)
-        for event in written[:2]
-    ]
+    ends = [end_group(event.prompt_group_id, Outcome.TRAINED) for event in written[:2]]
 
     def purge() -> None:
         write_ends(producer, plan, ends)
@@ -218,13 +217,7 @@ def test_prompts_with_too_high_a_pass_rate_are_not_issued_again(
     write_queue(producer, plan, written)
     write_versions(producer, plan, 0, 1)
     ends = [
-        build_group_end(
-            event.prompt_group_id,
-            Outcome.TRAINED,
-            policy_version=0,
-            trainer_version=0,
-            mean_reward=reward,
-        )
+        end_group(event.prompt_group_id, Outcome.TRAINED, mean_reward=reward)
         for event, reward in zip(written, (1.0, 0.5, 0.0), strict=True)
     ]
     write_ends(producer, plan, ends)
@@ -276,10 +269,7 @@ def test_prompter_skips_rows_with_missing_or_broken_images(
     written = [issued(f"000000-000{index}-0", row=index) for index in (0, 1)]
     write_queue(producer, plan, written)
     write_versions(producer, plan, 0)
-    ends = [
-        build_group_end(event.prompt_group_id, Outcome.EXPIRED, policy_version=0, trainer_version=0)
-        for event in written
-    ]
+    ends = [end_group(event.prompt_group_id, Outcome.EXPIRED) for event in written]
     write_ends(producer, plan, ends)
     again = {
         event.prompt_group_id: event
@@ -348,10 +338,7 @@ def test_prompt_groups_that_ended_together_are_issued_again_at_once(
     plan = TopicPlan.from_config(config)
     written = [issued(f"000000-{index:04}-0", row=index) for index in range(12)]
     write_queue(producer, plan, written)
-    ends = [
-        build_group_end(event.prompt_group_id, Outcome.FAILED, policy_version=0, trainer_version=0)
-        for event in written
-    ]
+    ends = [end_group(event.prompt_group_id, Outcome.FAILED) for event in written]
     passes: list[str] = []
     monkeypatch.setattr(prompter, "failpoint", passes.append)
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""Generated conversations are read alike from JSON lines, from Parquet and from a program's call."""
+"""Conversations of any form are read alike from JSON lines, from Parquet and from a program's call,
+and reach prompt and targets whole, or a field is refused by its name.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,16 @@ from relax_events.data.rendering import PromptRenderer
 from relax_events.data.rows import PromptRow
 from relax_events.data.sft_targets import tokenize_targets
 from relax_events.engines.protocol import GenerationRequest
+from relax_events.errors import PoisonSample
 from relax_events.packages.examples.tiny_tokenizer import train_tokenizer
 from relax_events.packages.gateway.chat_dialect import ChatCall
 
 Message = dict[str, Any]
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+SHOWS_CONTENTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 compose = partial(normalize, "NFC")
 """As the tokenizer composes characters."""
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=9)
@@ -33,9 +41,15 @@ CONTENTS = TEXTS | st.lists(TEXTS, min_size=1, max_size=3).map(
 )
 ARGUMENTS = st.fixed_dictionaries(
     {"city": TEXTS},
-    optional={"days": st.integers(0, 2**60), "tags": st.lists(TEXTS, min_size=1, max_size=2)},
+    optional={
+        "days": st.integers(-(10**30), 10**30),
+        "tags": st.lists(TEXTS, min_size=1, max_size=2),
+    },
 )
-USERS = st.fixed_dictionaries({"role": st.just("user"), "content": CONTENTS})
+NAMES = st.sampled_from(["ann", "bob"])
+USERS = st.fixed_dictionaries(
+    {"role": st.just("user"), "content": CONTENTS}, optional={"name": NAMES}
+)
 REPLIES = st.fixed_dictionaries(
     {"role": st.just("tool"), "name": st.just("look"), "content": CONTENTS}
 )
@@ -46,7 +60,7 @@ def turns(draw: st.DrawFn) -> list[Message]:
     """Draw what follows a user's message: a turn, perhaps with calls and their results."""
     turn: Message = {"role": "assistant", "content": draw(CONTENTS)}
     if draw(st.booleans()):
-        field = draw(st.sampled_from(["reasoning_content", "reasoning", "thinking"]))
+        field = draw(st.sampled_from(THOUGHTS))
         turn[field] = draw(TEXTS)
     if not draw(st.booleans()):
         return [turn]
@@ -74,13 +88,29 @@ def talks(draw: st.DrawFn) -> list[Message]:
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
-    """Return a renderer whose template shows every field."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    (folder / "own.jinja").write_text(SHOWS_ALL)
     train_tokenizer(["look"]).save_pretrained(folder)
+    return folder
+
+
+def open_renderer(folder: Path, template: str) -> PromptRenderer:
+    (folder / "own.jinja").write_text(template)
     config = DataConfig(source="http", chat_template_file=folder / "own.jinja")
     return PromptRenderer.from_folder(folder, config)
+
+
+@pytest.fixture(scope="module")
+def renderer(folder: Path) -> PromptRenderer:
+    """Return a renderer whose template shows every field."""
+    return open_renderer(folder, SHOWS_ALL)
+
+
+@pytest.fixture(scope="module")
+def plain_renderer(folder: Path) -> PromptRenderer:
+    """Return a renderer whose template shows roles and contents alone."""
+    return open_renderer(folder, SHOWS_CONTENTS)
 
 
 async def refuse(request: GenerationRequest) -> NoReturn:
@@ -119,9 +149,7 @@ def plain_text(message: Message) -> str:
     """Return what the template writes of a message, by another way."""
     content = message["content"]
     parts = content if isinstance(content, list) else [{"text": content or ""}]
-    thoughts = [
-        message[key] for key in ("reasoning_content", "reasoning", "thinking") if key in message
-    ]
+    thoughts = [message[key] for key in THOUGHTS if key in message]
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
@@ -142,7 +170,7 @@ def test_whole_messages_reach_the_prompt_by_every_way(
     call = ChatCall.model_validate({"messages": history})
     asked = renderer.prompt_tokens(call.history(open_session(renderer, refuse)))
     expected = "".join(
-        f"<|im_start|>{one['role']}{' look' if one['role'] == 'tool' else ''}\n{plain_text(one)}"
+        f"<|im_start|>{one['role']}{' ' + one['name'] if 'name' in one else ''}\n{plain_text(one)}"
         "<|im_end|>\n"
         for one in history
     )
@@ -185,3 +213,39 @@ def test_a_started_turn_is_continued_by_every_way(
     assert shown.endswith(compose(end))
     for row in read_both({"prompt": talk, "answer": "x"}):
         np.testing.assert_array_equal(renderer.row_tokens(row.messages), asked)
+
+
+@settings(max_examples=60, deadline=None)
+@given(talks())
+def test_both_answers_of_a_pair_are_targets(renderer: PromptRenderer, talk: list[Message]) -> None:
+    other = {"role": "assistant", "content": "no.", "reasoning_content": "because."}
+    keys = {"chosen_key": "chosen", "rejected_key": "rejected", "prompt_key": "", "answer_key": ""}
+    for row in read_both({"chosen": talk, "rejected": [*talk[:-1], other]}, **keys):
+        targets = tokenize_targets(row, renderer=renderer)
+        for target, answer in zip(targets, (talk[-1], other), strict=True):
+            trained = target.tokens[target.loss_mask == 1]
+            assert write_text(renderer, trained) == compose(f"{plain_text(answer)}<|im_end|>")
+
+
+@settings(max_examples=60, deadline=None)
+@given(talks(), USERS)
+def test_talk_is_refused_by_a_field_exactly_if_the_template_leaves_it_out(
+    plain_renderer: PromptRenderer, talk: list[Message], last: Message
+) -> None:
+    history = [*talk, last]
+    hidden = (
+        {"tool_calls" for one in history if "tool_calls" in one}
+        | {"thoughts (reasoning_content)" for one in history if one.keys() & set(THOUGHTS)}
+        | {f"names of role {one['role']}" for one in history if "name" in one}
+    )
+    row, _ = read_both({"prompt": history, "answer": "x"})
+    if not hidden:
+        shown = write_text(plain_renderer, plain_renderer.row_tokens(row.messages))
+        expected = "".join(
+            f"<|im_start|>{one['role']}\n{plain_text(one)}<|im_end|>\n" for one in history
+        )
+        assert shown == compose(f"{expected}<|im_start|>assistant\n")
+        return
+    with pytest.raises(PoisonSample) as caught:
+        plain_renderer.row_tokens(row.messages)
+    assert any(f"does not show {field}; leave" in str(caught.value) for field in hidden)
