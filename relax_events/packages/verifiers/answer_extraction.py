@@ -20,7 +20,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 DOUBLE = re.compile(r"\[([^\[\]]*)\]")
 BARE = re.compile(r"[^\s$.,;]+")
 JOINS = re.compile(r"\b(?:and|or)\b|[,;]")
-CORRECTION = re.compile(
+RETRACTION = re.compile(
     r"\b(?:not|wait|no|actually|wrong|incorrect|mistake|sorry|instead|rather)\b|n['\u2019]t\b",
     re.IGNORECASE,
 )
@@ -145,7 +145,7 @@ def _is_answer(text: str, start: int, end: int, content: str) -> bool:
 
 
 def _are_joined(between: str) -> bool:
-    if len(between) >= MAX_JOINED or CORRECTION.search(between):
+    if len(between) >= MAX_JOINED or RETRACTION.search(between):
         return False
     return len(between) < MAX_TOUCHING or JOINS.search(between) is not None
 

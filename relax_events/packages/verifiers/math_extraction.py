@@ -19,8 +19,8 @@ from relax_events.packages.verifiers.math_prose import (
     HEDGE,
     clause_values,
     find_runs,
-    is_corrected,
     is_formula,
+    is_retracted,
     split_sentences,
     stated_clauses,
     strip_edges,
@@ -101,7 +101,7 @@ def find_stated(text: str, answer: str) -> MathFinding:
     tail = _tail(text)
     if len(text) <= MAX_WHOLE_CHARACTERS and _is_whole_answer(text, reference_texts):
         return _compare([strip_edges(text)], "the whole text", reference_texts)
-    clauses = [] if is_corrected(tail) else list(stated_clauses(tail))
+    clauses = [] if is_retracted(tail) else list(stated_clauses(tail))
     for clause, is_open in clauses:
         if not is_open or _is_doubtful_reference(clause, reference_texts):
             return _compare(list(clause_values(clause)), "behind 'answer'", reference_texts)

@@ -143,7 +143,7 @@ def stated_clauses(text: str) -> Iterator[tuple[str, bool]]:
             yield clause, bool(mark["hedge"] or HEDGE.search(before) or HEDGE.search(value))
 
 
-def is_corrected(text: str) -> bool:
+def is_retracted(text: str) -> bool:
     """Return whether a sentence behind the last "answer is" of a text takes it back."""
     *_, end = [len(text), *(mark.end() for mark in STATED.finditer(text))]
     return any(map(RETRACTION.match, split_sentences(text[end:])[1:]))
