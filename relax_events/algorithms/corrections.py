@@ -130,11 +130,7 @@ def reject_samples(
         num_loss_tokens
     )
     none = torch.zeros(len(num_loss_tokens), dtype=torch.bool, device=log_ratio.device)
-    outside = torch.zeros_like(log_ratio, dtype=torch.bool)
-    if veto_low:
-        outside = outside | (log_ratio < math.log(veto_low))
-    if veto_high:
-        outside = outside | (log_ratio > math.log(veto_high))
+    outside = _find_outside(log_ratio, low=veto_low, high=veto_high)
     by_veto = none.to(log_ratio.dtype).index_add(0, owners, outside.to(log_ratio.dtype)) > 0
     if kind == "none" or high is None:
         return Rejection(by_veto=by_veto, by_divergence=none, tokens=by_veto[owners])
@@ -143,18 +139,9 @@ def reject_samples(
         if kind == "tv"
         else kl_estimate(behaviour, base_logprobs=old, estimator=kind)
     )
-    zeros = none.to(log_ratio.dtype)
-    if over == "token":
-        values = estimates
-    elif over == "max":
-        values = zeros.scatter_reduce(0, owners, estimates, "amax")
-    else:
-        values = zeros.index_add(0, owners, estimates) / (
-            num_loss_tokens.clamp(min=1).to(zeros.dtype) if over == "mean" else 1
-        )
+    values = _combine_tokens(estimates, owners, num_loss_tokens=num_loss_tokens, over=over)
     if kind == "k1":
-        lower = -math.log(high) if low is None else math.log(low)
-        rejected = (-values < lower) | (-values > math.log(high))
+        rejected = _find_outside(-values, low=1 / high if low is None else low, high=high)
     else:
         rejected = values > high
     if over == "token":
@@ -163,6 +150,33 @@ def reject_samples(
     return Rejection(
         by_veto=by_veto, by_divergence=by_divergence, tokens=(by_veto | by_divergence)[owners]
     )
+
+
+def _find_outside(log_ratio: Float[Tensor, " n"], *, low: float, high: float) -> Bool[Tensor, " n"]:
+    """Return which ratios are outside [low, high]; 0 is no bound."""
+    outside = torch.zeros_like(log_ratio, dtype=torch.bool)
+    if low:
+        outside = outside | (log_ratio < math.log(low))
+    if high:
+        outside = outside | (log_ratio > math.log(high))
+    return outside
+
+
+def _combine_tokens(
+    estimates: Float[Tensor, " tokens"],
+    owners: Int[Tensor, " tokens"],
+    *,
+    num_loss_tokens: Int[Tensor, " samples"],
+    over: RejectionReduction,
+) -> Float[Tensor, " values"]:
+    """Return the estimate of each sample, or over `token` of each token."""
+    if over == "token":
+        return estimates
+    zeros = torch.zeros(len(num_loss_tokens), dtype=estimates.dtype, device=estimates.device)
+    if over == "max":
+        return zeros.scatter_reduce(0, owners, estimates, "amax")
+    sums = zeros.index_add(0, owners, estimates)
+    return sums / num_loss_tokens.clamp(min=1).to(zeros.dtype) if over == "mean" else sums
 
 
 def mask_off_policy_sequences(

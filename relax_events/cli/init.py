@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+from relax_events.errors import CheckFailed, ConfigError
 
 
 def init(
@@ -37,11 +40,8 @@ def init(
         reward: A reward function, by name or as path/to/file.py:function; by default proposed.
         force: Overwrite existing files.
     """
-    import re
-
     from relax_events.cli.output import print_findings
     from relax_events.config import load_run_config
-    from relax_events.errors import CheckFailed, ConfigError
     from relax_events.launcher.checks import check_run
     from relax_events.launcher.run_file.examples import write_examples
     from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
@@ -53,10 +53,7 @@ def init(
     if model is None or data is None:
         raise ConfigError("a run file is made from a model and a dataset; give --model and --data")
     run_file = path or Path("run.toml")
-    if run_file.exists() and not force:
-        raise ConfigError(f"{run_file} exists; give another name, or --force to overwrite it")
-    if run_file.suffix != ".toml":
-        raise ConfigError(f"{run_file} must end in .toml; for example run.toml")
+    _require_free(run_file, force=force)
     name = run_id or re.sub(r"[^a-z0-9-]+", "-", run_file.stem.lower()).strip("-") or "run"
     wishes = Wishes(prompt=prompt, answer=answer, reward=reward, split=split)
     run_file.write_text(propose_run_file(name, model, data, wishes), encoding="utf-8")
@@ -68,3 +65,10 @@ def init(
         return CheckFailed.exit_code
     print(f"begin with: relax run {run_file}")
     return 0
+
+
+def _require_free(run_file: Path, *, force: bool) -> None:
+    if run_file.exists() and not force:
+        raise ConfigError(f"{run_file} exists; give another name, or --force to overwrite it")
+    if run_file.suffix != ".toml":
+        raise ConfigError(f"{run_file} must end in .toml; for example run.toml")
