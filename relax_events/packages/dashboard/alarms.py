@@ -20,8 +20,13 @@ STARVED_RATIO = 0.5
 TRUNCATED_RATIO = 0.25
 SIGNALLESS_RATIO = 0.5
 COLLAPSED_RATIO = 0.5
-ENDED_RATIOS = {SampleOutcome.LOST: 0.05, SampleOutcome.REFUSED: 0.05, SampleOutcome.LATE: 0.1}
-"""Largest usual share of a train step's samples that ended so."""
+LOST_OR_LATE = "RelaxSamplesLostOrLate"
+ENDED_RATIOS = {
+    SampleOutcome.LOST: (0.05, LOST_OR_LATE),
+    SampleOutcome.REFUSED: (0.05, ""),
+    SampleOutcome.LATE: (0.1, LOST_OR_LATE),
+}
+"""Largest usual share of a train step's samples that ended so, and the runbook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +149,10 @@ def _of_learning(
         outcome: sum(fold.curves.recent(f"samples_ended/{outcome}", RECENT_STEPS))
         for outcome in SampleOutcome
     }
-    for outcome, usual in ENDED_RATIOS.items():
+    for outcome, (usual, runbook) in ENDED_RATIOS.items():
         ratio = counts[outcome] / max(sum(counts.values()), 1.0)
         if not is_over and ratio > usual:
-            yield Alarm(f"samples_{outcome}", "warning", since, "", {"ratio": ratio})
+            yield Alarm(f"samples_{outcome}", "warning", since, runbook, {"ratio": ratio})
     rewards = fold.curves.recent("reward_mean", len(committed))
     if len(rewards) >= 2 * RECENT_STEPS:
         means = [

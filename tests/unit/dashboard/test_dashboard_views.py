@@ -145,22 +145,22 @@ def test_failed_groups_dead_letters_and_collapse_are_named() -> None:
 
 
 def test_many_lost_refused_and_late_samples_are_named() -> None:
-    def find(**counts: float) -> dict[str, str]:
+    def find(**counts: float) -> dict[str, tuple[str, str]]:
         fold = make_fold()
         for step in range(30):
             metrics = {f"samples_ended/{name}": count for name, count in counts.items()}
             fold.apply(train_step(step, at_seconds=1000 + step, **metrics))
         return {
-            name: severity
-            for name, severity in names(fold, at_seconds=1031).items()
-            if name.startswith("samples_")
+            alarm["name"]: (alarm["severity"], alarm["runbook"])
+            for alarm in find_alarms(fold, now=1_031_000_000)
+            if alarm["name"].startswith("samples_")
         }
 
     assert find(finished=90, truncated=0, lost=5, refused=0, late=5) == {}
     assert find(finished=70, truncated=0, lost=8, refused=8, late=14) == {
-        "samples_lost": "warning",
-        "samples_refused": "warning",
-        "samples_late": "warning",
+        "samples_lost": ("warning", "RelaxSamplesLostOrLate"),
+        "samples_refused": ("warning", ""),
+        "samples_late": ("warning", "RelaxSamplesLostOrLate"),
     }
     assert find() == {}
 
