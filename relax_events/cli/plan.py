@@ -67,9 +67,12 @@ def _print(planned: PlannedRun) -> None:
     print_rows(["device", "worker", "GB", "of it"], _rows(plan))
     print()
     for role, (fitting, most) in _rooms(plan).items():
+        key = "judge.engine" if role == "judge" else "engine"
+        is_key = role != "rollout" or most == planned.config.engine.max_running_samples
+        reason = f"{key}.max_running_samples" if is_key else "all that can be in flight"
         print(
             f"{role}: room for {fitting} of {most} samples of the longest length at a time "
-            "(engine.max_running_samples)"
+            f"({reason})"
         )
     if plan.host_bytes:
         print(

@@ -417,6 +417,15 @@ class RunConfig(Section):
         return self.engine.name if self.algorithm.has_rewards else DATASET_ENGINE
 
     @property
+    def num_rollout_rows(self) -> int:
+        """Samples that the engine of a rollout worker decodes concurrently: no more than those of
+        the run that can be in flight, unless programs make any number of calls.
+        """
+        run, most = self.run, self.engine.max_running_samples
+        num_in_flight = run.prompts_per_step * run.samples_per_prompt * (run.max_staleness + 1)
+        return most if self.environment.has_programs else min(most, num_in_flight)
+
+    @property
     def num_lanes(self) -> int:
         """Prompt groups that one rollout worker holds at a time."""
         return self.engine.num_lanes(samples_per_prompt=self.run.samples_per_prompt)

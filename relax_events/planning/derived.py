@@ -284,7 +284,7 @@ def _memory_next_to_trainer(
             count["reference"] = count["actor-forward"] = 0
     weights = model.num_parameters * get_value_bytes(dtype)
     cache = min(
-        config.engine.max_running_samples
+        config.num_rollout_rows
         * (config.engine.max_context_tokens or 0)
         * model.cache_bytes(dtype),
         most_cache,

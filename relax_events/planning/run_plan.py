@@ -357,7 +357,8 @@ def _fill_caches(device: PlannedDevice, models: _Models) -> PlannedDevice:
         role = worker.worker_id.rpartition("-")[0]
         one = models.compute_cache_bytes(role)
         engine = models.find_engine(role)
-        most, copies = engine.max_running_samples, engine.num_devices // engine.devices_per_copy
+        copies, rows = engine.num_devices // engine.devices_per_copy, models.config.num_rollout_rows
+        most = rows if role == "rollout" else engine.max_running_samples
         fitting = min(1 + room // max(one, 1), most)
         cache = MemoryParts(dict(worker.memory.parts) | {"cache": fitting * one})
         samples = min(fitting * copies, most)
@@ -440,7 +441,7 @@ def _decode_seconds(
     weights, and the cache of the samples that run.
     """
     samples_of_engine = -(-num_samples // max(config.workers.rollout, 1))
-    running = min(samples_of_engine, config.engine.max_running_samples)
+    running = min(samples_of_engine, config.num_rollout_rows)
     new = min(sample_tokens, config.engine.sampling.max_new_tokens or sample_tokens)
     width = get_value_bytes(config.model.dtype)
     read = model.num_parameters * width + running * sample_tokens * model.cache_bytes(

@@ -50,16 +50,9 @@ def open_engine(config: RunConfig, *, name: str, metrics: ReplicaMetrics) -> Eng
 
 
 def bound_engine_rows(config: RunConfig) -> RunConfig:
-    """Return the configuration of a rollout worker's engine: with no more rows than samples of the
-    run can be in flight, unless programs make any number of calls.
-    """
-    run, engine = config.run, config.engine
-    num_in_flight = run.prompts_per_step * run.samples_per_prompt * (run.max_staleness + 1)
-    if config.environment.has_programs or num_in_flight >= engine.max_running_samples:
-        return config
-    return config.model_copy(
-        update={"engine": engine.model_copy(update={"max_running_samples": num_in_flight})}
-    )
+    """Return the configuration of a rollout worker's engine, with the rows that it needs."""
+    update = {"max_running_samples": config.num_rollout_rows}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=update)})
 
 
 def open_rollout_engine(

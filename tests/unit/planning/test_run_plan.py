@@ -128,7 +128,19 @@ def test_cache_of_an_engine_takes_what_is_left_in_whole_samples() -> None:
     room = H100.num_bytes - 2 * 4_022_468_096 - 2_000_000_000
     assert engine.num_samples == room // one_sample
     assert engine.memory.parts["cache"] == engine.num_samples * one_sample
-    assert engine.most_samples == 256
+
+
+@pytest.mark.parametrize(
+    ("staleness", "environment", "most"),
+    [(1, {}, 128), (2, {}, 192), (5, {}, 256), (1, {"command": ["agent"]}, 256)],
+)
+def test_engine_has_no_more_rows_than_samples_can_be_in_flight(
+    staleness: int, environment: dict[str, Any], most: int
+) -> None:
+    sections = {"run": {"max_staleness": staleness}, "environment": environment}
+    found = plan(sharding="full", ranks=4, sections=sections)
+    (engine,) = [one for device in found.devices for one in device.workers if one.most_samples]
+    assert engine.most_samples == most
 
 
 def test_smallest_change_that_fits_is_named() -> None:
