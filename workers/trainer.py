@@ -158,6 +158,8 @@ class TrainLoop:
             if self._config.parent.run
             else None
         )
+        begin = self._source.config.first_version if self._source and self._config.is_replay else 0
+        self._first_policy_step = self._config.first_policy_step + begin
         self._batches: RecordedBatches | None = None
         self._recorded: RecordedTraining | None = None
         self._follower: FollowerPosition | None = None
@@ -292,8 +294,8 @@ class TrainLoop:
     def _is_held(self) -> bool:
         """Whether only the critic learns from the current step."""
         batch = self._recorded.current if self._recorded is not None else None
-        step = self._backend.policy_version
-        return holds_policy(self._config, step=step, recorded=batch.step if batch else None)
+        step, recorded = self._backend.policy_version, batch.step if batch else None
+        return holds_policy(self._first_policy_step, step=step, recorded=recorded)
 
     def _accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         accumulate = self._backend.check if self._is_held else self._backend.accumulate
@@ -338,7 +340,7 @@ class TrainLoop:
         step, is_held = self._backend.policy_version, self._is_held
         metrics = None if is_held else self._update(step)
         if is_held:
-            log.info("update.held", train_step=step, until_step=self._config.first_policy_step)
+            log.info("update.held", train_step=step, until_step=self._first_policy_step)
             self._backend.skip_step()
         self._schedule.poll()
         self._commits.commit_step()

@@ -9,17 +9,17 @@ from relax_events.events.types import TrainStepCommitted
 
 
 def holds_policy(
-    config: RunConfig, *, step: int, recorded: TrainStepCommitted | None = None
+    first_policy_step: int, *, step: int, recorded: TrainStepCommitted | None = None
 ) -> bool:
     """Return whether only the critic learns from a step.
 
     Args:
-        config: The run.
+        first_policy_step: Of the run; a replay counts it from where its parent began.
         step: The train step.
         recorded: The parent's step that a replay trains again. Where an older release trained it at
             a learning rate of 0, which moved the optimizer's state, the replay does so, too.
     """
-    return step < config.first_policy_step and (recorded is None or recorded.update_held)
+    return step < first_policy_step and (recorded is None or recorded.update_held)
 
 
 def compute_policy_learning_rate(config: RunConfig, *, step: int) -> float:

@@ -102,13 +102,13 @@ def test_critic_warm_up_restarts_in_a_fork_but_not_in_a_replay():
 
 
 def test_policy_is_held_while_only_the_critic_learns():
-    ppo, grpo = warm_up_run("ppo"), warm_up_run("grpo")
+    ppo, grpo = (warm_up_run(name).first_policy_step for name in ("ppo", "grpo"))
     assert [holds_policy(ppo, step=step) for step in range(4)] == [True, True, False, False]
     assert not holds_policy(grpo, step=0)
 
 
 def test_replay_holds_what_was_held_and_trains_what_an_older_release_trained():
-    replay = warm_up_run("ppo", run="other")
+    replay = warm_up_run("ppo", run="other").first_policy_step
     for is_held in (True, False):
         recorded = committed(1, update_held=is_held)
         assert holds_policy(replay, step=1, recorded=recorded) == is_held
