@@ -23,9 +23,11 @@ from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.integration.megatron_media import media_samples, reads_media, with_media
 from tests.integration.megatron_program import (
+    SMALL_PASSES,
     TIMEOUT_SECONDS,
     Float64Reference,
     lay_out,
+    record_cells,
     state_of,
 )
 from tests.unit.trainer_samples import make_samples, run_config
@@ -50,6 +52,9 @@ SCENARIOS = {
     "data": Scenario({}, MINI_BATCHES),
     "experts": Scenario({"expert": 2}, family="qwen3_moe"),
     "vision": Scenario({"tensor": 2}, family="qwen3_vl"),
+    "passes_pipeline": Scenario({"pipeline": 2}, SMALL_PASSES, family="tied"),
+    "passes_chunks": Scenario({"pipeline": 2, "chunks": 2}, SMALL_PASSES, family="deep"),
+    "passes_tensor": Scenario({"tensor": 2}, SMALL_PASSES | {"activation_checkpointing": "whole"}),
     "sharded": Scenario({}, MINI_BATCHES | {"activation_checkpointing": "whole"}, backend="torch"),
 }
 
@@ -76,8 +81,8 @@ def samples_of(config: RunConfig, step: int) -> list[SampleReady]:
 
 def train(critic: ValueTraining, samples: list[SampleReady]) -> dict[str, float]:
     """Train a step, and return its metrics."""
-    for first in range(0, 10, 2):
-        critic.accumulate(samples[first : first + 2])
+    for first in range(0, 10, 4):
+        critic.accumulate(samples[first : first + 4])
     metrics = critic.step()
     return {name: getattr(metrics, name) for name in metrics.__slots__}
 
@@ -116,6 +121,7 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     samples = [samples_of(plain, step) for step in range(3)]
     make: Any = MegatronCritic if scenario.backend == "megatron" else TorchCritic
     critic = make(config, ranks=ranks, dtype=torch.float64)
+    cells = record_cells(critic) if isinstance(critic, MegatronCritic) else []
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}/") as checkpoints:
         found = learn(critic, checkpoints, samples)
         saved = checkpoints.load(found.pop("reference")).state
@@ -130,7 +136,7 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}-back/") as checkpoints:
         reference = checkpoints.save(critic.state(), extra={}).wait(60)
         found["back"] = state_of(checkpoints, reference)
-    return {"found": found, "expected": expected}
+    return {"found": found, "expected": expected, "cells": cells}
 
 
 def main(folder: Path, names: list[str]) -> None:

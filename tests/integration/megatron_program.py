@@ -34,6 +34,7 @@ from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.packages.megatron.backend import MegatronBackend
+from relax_events.packages.megatron.critic import MegatronCritic
 from relax_events.training.backend.protocol import TrainerBackend
 from relax_events.training.backend.torch_backend import TorchBackend
 from relax_events.training.backend.weight_stream import collect_weights
@@ -343,15 +344,15 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     return results
 
 
-def record_cells(backend: MegatronBackend) -> list[int]:
+def record_cells(backend: MegatronBackend | MegatronCritic) -> list[int]:
     """Return a list that gets the cells of each pass of several paths."""
     cells: list[int] = []
-    model = backend._model
+    model: Any = backend._model
     run = model.run
 
     def run_and_record(works: Any, **settings: Any) -> None:
         batches = [work.batch for work in works if work.batch is not None]
-        cells.extend(one.input_ids.size for one in batches if len(one.num_path_tokens) > 1)
+        cells.extend(len(np.unique(one.cells)) for one in batches if len(one.num_path_tokens) > 1)
         run(works, **settings)
 
     model.run = run_and_record

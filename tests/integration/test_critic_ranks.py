@@ -43,3 +43,9 @@ def test_two_ranks_learn_values_like_one(results: dict[str, Any], name: str) -> 
         for values, alone in zip(found[kind], expected[kind], strict=True):
             np.testing.assert_allclose(values, alone, rtol=0, atol=max(tolerance, 1e-6))
             assert np.abs(values).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name.startswith("passes")])
+def test_passes_of_several_paths_are_within_the_budget(results: dict[str, Any], name: str) -> None:
+    budget = SCENARIOS[name].trainer["max_tokens_per_micro_batch"]
+    assert 0 < max(results[name]["cells"]) <= budget

@@ -7,7 +7,7 @@ none of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -25,31 +25,28 @@ from relax_events.packages.megatron.cpu import cuda_calls_on_cpu
 from relax_events.packages.megatron.layout import ShardsOf, full_shapes, rank_shards
 from relax_events.packages.megatron.opening import (
     build_own_towers,
-    compute_outputs,
-    exchanges_experts,
-    guard_passes,
     needs_megatron,
     open_rank_device,
-    pad_works,
     read_sizes,
     start_ranks,
 )
+from relax_events.packages.megatron.passes import (
+    StageCalls,
+    compute_outputs,
+    exchanges_experts,
+    guard_passes,
+    train_passes,
+)
 from relax_events.training.backend.policy_model import TokenLogprobs
 from relax_events.training.backend.policy_training import PolicyTraining
-from relax_events.training.backend.step_training import (
-    ModelPass,
-    Outputs,
-    join_outputs,
-    list_passes,
-    multiply_gradients,
-)
+from relax_events.training.backend.step_training import ModelPass, Outputs, list_passes
 from relax_events.training.batch.loss_batch import LossBatch
 from relax_events.training.batch.sample_intake import SampleMedia
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 
 if TYPE_CHECKING:
     from relax_events.packages.megatron.rank_parameters import RankParameters
-    from relax_events.packages.megatron.stage import ModelStage, Work
+    from relax_events.packages.megatron.stage import LossFunction, ModelStage, Work
 
 
 class MegatronBackend(PolicyTraining):
@@ -152,71 +149,31 @@ class MegatronBackend(PolicyTraining):
 
     def _train_all(self, loss_batches: Sequence[LossBatch], *, cutoff: float | None = None) -> None:
         """Run micro-batches forward and backward; see `PolicyTraining`."""
-        lost = self._differentiate([one for one in loss_batches if one.batch.parts], cutoff)
-        passes = list(list_passes(loss_batches))
-        works = [self._training_work(one, lost.get(id(one.whole)), cutoff) for one in passes]
-        self._model.run(pad_works(works, self._ranks), on_done=lambda: self._report_progress())
+
+        def compute_loss(whole: LossBatch, outputs: Outputs) -> tuple[Tensor, Callable[[], None]]:
+            loss, sums = self._compute_loss(whole, TokenLogprobs(*outputs), cutoff)
+            # a gradient that is not finite shows in the norm, after all micro-batches
+            return loss, lambda: self._record(whole, sums, sums.new_zeros(()))
+
+        calls = StageCalls(self._build_work, compute_loss, lambda: self._report_progress())
+        passes = train_passes(self._model, loss_batches, self._ranks, calls)
         imbalances = self._model.take_imbalances().cpu()
         if len(imbalances) and self._micro_batches:  # the stage that computes the loss has these
             self._add_imbalances(passes, imbalances.tolist())
 
-    def _differentiate(
-        self, loss_batches: Sequence[LossBatch], cutoff: float | None
-    ) -> dict[int, tuple[Outputs, Tensor]]:
-        """Return the outputs of micro-batches of several passes, whose losses have run backward to
-        them, and their sums, by identity; nothing where another pipeline stage has them. Collective
-        over the ranks that hold the model.
-        """
+    def _build_work(self, one: ModelPass[LossBatch], loss: LossFunction) -> Work:
         from relax_events.packages.megatron.stage import Work
-
-        outputs: dict[int, list[Outputs]] = {}
-
-        def keeping(one: ModelPass[LossBatch]) -> Work:
-            def keep(result: TokenLogprobs) -> Tensor:
-                outputs.setdefault(id(one.whole), []).append(result)
-                return result.logprobs.sum()
-
-            return Work(one.batch, keep, ids=_find_ids(one))
-
-        works = pad_works([keeping(one) for one in list_passes(loss_batches)], self._ranks)
-        self._model.run(works, forward_only=True, on_done=lambda: self._report_progress())
-        lost: dict[int, tuple[Outputs, Tensor]] = {}
-        for one in loss_batches:
-            if results := outputs.get(id(one)):
-                leaves = join_outputs(results)
-                with torch.enable_grad():
-                    loss, sums = self._compute_loss(one, TokenLogprobs(*leaves), cutoff)
-                    loss.backward()
-                lost[id(one)] = leaves, sums
-        return lost
-
-    def _training_work(
-        self,
-        one: ModelPass[LossBatch],
-        lost: tuple[Outputs, Tensor] | None,
-        cutoff: float | None,
-    ) -> Work:
-        from relax_events.packages.megatron.stage import Work
-
-        def loss(result: TokenLogprobs) -> Tensor:
-            if lost is None:
-                value, sums = self._compute_loss(one.whole, result, cutoff)
-            else:
-                value, sums = multiply_gradients(result, lost[0], one.tokens), lost[1]
-            if one.is_last:
-                # a gradient that is not finite shows in the norm, after all micro-batches
-                self._record(one.whole, sums, sums.new_zeros(()))
-            return value
 
         whole = one.whole.batch
         weights = self._objective.path_weights(
             torch.from_numpy(whole.num_loss_tokens), torch.from_numpy(whole.num_path_loss_tokens)
         ).numpy()
+        sets = one.whole.token_sets
         return Work(
             one.batch,
             loss,
             entropy_gradient=self._config.algorithm.entropy_coefficient > 0,
-            ids=_find_ids(one),
+            ids=sets.ids[one.tokens] if sets else None,
             path_weights=weights[one.paths],
         )
 
@@ -229,7 +186,6 @@ class MegatronBackend(PolicyTraining):
             self._model,
             [one.batch for one in passes],
             self._ranks,
-            read=lambda result: result.logprobs,
             on_done=lambda: self._report_progress(),
         )
         logprobs: list[NDArray[np.floating]] = []
@@ -262,9 +218,3 @@ class MegatronBackend(PolicyTraining):
         from relax_events.packages.megatron.critic import MegatronCritic
 
         return MegatronCritic(config, ranks=ranks)
-
-
-def _find_ids(one: ModelPass[LossBatch]) -> NDArray[np.int64] | None:
-    """Return the token ids whose log-probabilities a pass computes besides those of its targets."""
-    sets = one.whole.token_sets
-    return sets.ids[one.tokens] if sets else None

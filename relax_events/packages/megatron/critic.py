@@ -19,13 +19,16 @@ from relax_events.packages.megatron.cpu import cuda_calls_on_cpu
 from relax_events.packages.megatron.layout import rank_shards
 from relax_events.packages.megatron.opening import (
     build_own_towers,
-    compute_outputs,
-    guard_passes,
     needs_megatron,
     open_rank_device,
-    pad_works,
     read_sizes,
     start_ranks,
+)
+from relax_events.packages.megatron.passes import (
+    StageCalls,
+    compute_outputs,
+    guard_passes,
+    train_passes,
 )
 from relax_events.training.backend.value_training import ValueBatch, ValueTraining
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
@@ -47,6 +50,7 @@ class MegatronCritic(ValueTraining):
     _model: ValueStage
     _parameters: RankParameters
     waits_for_step = True
+    cuts_samples = True
 
     _choose_data_ranks = staticmethod(DataRanks)
 
@@ -86,11 +90,12 @@ class MegatronCritic(ValueTraining):
         """Run micro-batches forward and backward; see `ValueTraining`."""
         from relax_events.packages.megatron.stage import Work
 
-        def work(packed: ValueBatch) -> Work:
-            return Work(packed.batch, lambda values: self._compute_loss(packed, values))
-
-        works = pad_works([work(packed) for packed in value_batches], self._ranks)
-        self._model.run(works, on_done=lambda: self._report_progress())
+        calls: StageCalls[ValueBatch] = StageCalls(
+            lambda one, loss: Work(one.batch, loss),
+            self._compute_loss,
+            lambda: self._report_progress(),
+        )
+        train_passes(self._model, list(value_batches), self._ranks, calls)
 
     def _score_groups(self, paths: Sequence[TokenSequence]) -> list[list[int]]:
         """Return micro-batches of all paths in order, within the budget."""
@@ -106,9 +111,8 @@ class MegatronCritic(ValueTraining):
         """Yield the values of micro-batches, zeros where another pipeline stage has them; see
         `ValueTraining`.
         """
-        yield from compute_outputs(
-            self._model, batches, self._ranks, read=lambda values: values.float()
-        )
+        for values in compute_outputs(self._model, batches, self._ranks):
+            yield values.astype(np.float32, copy=False)
 
     def _guard(self, what: str) -> AbstractContextManager[None]:
         return guard_passes(self._ranks, what)

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from relax_events.api.errors import ConfigError
 from relax_events.api.training import Coordinates, ModelConfig, Ranks, Topology
 from relax_events.model_folder import read_model_json
 from relax_events.models.causal_lm import open_device
 from relax_events.models.families import Family
-from relax_events.packages.megatron.cpu import cuda_calls_on_cpu
 from relax_events.packages.megatron.sizes import DecoderSizes
 from relax_events.packages.megatron.towers import Towers, build_towers, read_tower_shapes
 from relax_events.training.backend.determinism import make_deterministic
-
-if TYPE_CHECKING:
-    from relax_events.packages.megatron.stage import ModelStage, Work
-    from relax_events.training.batch.packing import PackedBatch
 
 
 def open_rank_device(name: str, *, ranks: Ranks, threads: int) -> torch.device:
@@ -106,63 +97,3 @@ def start_ranks(ranks: Ranks, *, seed: int, timeout_seconds: float) -> None:
     from relax_events.packages.megatron.building import start_model_parallel
 
     start_model_parallel(ranks.topology, seed=seed, timeout_seconds=timeout_seconds)
-
-
-@contextmanager
-def guard_passes(ranks: Ranks, what: str) -> Iterator[None]:
-    """Raise RankLost where a collective of megatron-core's passes fails; see `Ranks.guard`."""
-    with ranks.guard(what), cuda_calls_on_cpu():
-        yield
-
-
-def exchanges_experts(topology: Topology) -> bool:
-    """Return whether data-parallel ranks exchange tokens in the experts of each layer."""
-    return topology.expert * topology.expert_tensor > 1
-
-
-def pad_works(works: Sequence[Work], ranks: Ranks) -> list[Work]:
-    """Add rows of padding where data-parallel ranks wait for each other; collective there."""
-    from relax_events.packages.megatron.stage import Work
-
-    most = len(works)
-    if exchanges_experts(ranks.topology):
-        most = int(ranks.all_gather(np.array([most])).max())
-    padding = [Work(None, lambda result: result)] * (most - len(works))
-    return [*works, *padding]
-
-
-def compute_outputs(
-    model: ModelStage,
-    batches: Sequence[PackedBatch],
-    ranks: Ranks,
-    *,
-    read: Callable[[Any], Tensor],
-    on_done: Callable[[], None] = lambda: None,
-) -> list[NDArray[np.floating]]:
-    """Run micro-batches forward; return a number for each loss token, zeros where another pipeline
-    stage has them. Collective over the ranks that hold the model.
-
-    Args:
-        model: This rank's part.
-        batches: The same on all ranks that hold the model together.
-        ranks: This process and its peers.
-        read: Returns the numbers among what the last stage computes.
-        on_done: Called after each forward pass of a chunk.
-    """
-    from relax_events.packages.megatron.stage import Work
-
-    outputs: list[NDArray[np.floating]] = [
-        np.zeros(len(batch.targets), np.float32) for batch in batches
-    ]
-
-    def keeping(index: int) -> Work:
-        def keep(result: Any) -> Tensor:
-            values = read(result)
-            outputs[index] = values.cpu().numpy()
-            return values.sum()
-
-        return Work(batches[index], keep)
-
-    works = pad_works([keeping(index) for index in range(len(batches))], ranks)
-    model.run(works, forward_only=True, on_done=on_done)
-    return outputs

@@ -43,10 +43,11 @@ from relax_events.packages.megatron.vocabulary import HeadRows, sum_over_ranks, 
 from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
 from relax_events.training.backend.chunked_head import ChunkedHead
 from relax_events.training.backend.policy_model import TokenLogprobs
+from relax_events.training.backend.step_training import Outputs
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 
-LossFunction = Callable[[Any], Tensor]
+LossFunction = Callable[[Outputs], Tensor]
 """Takes what the stage computes at the loss tokens: a `TokenLogprobs`, or a critic's values."""
 
 
@@ -187,7 +188,9 @@ class ModelStage:
             return
         chunks = self._chunks
         if len(chunks) > 1:  # whose schedule takes as many as stages, or a multiple
-            padding = [Work(None, lambda result: result)] * (-len(works) % self._topology.pipeline)
+            padding = [Work(None, lambda outputs: outputs[0])] * (
+                -len(works) % self._topology.pipeline
+            )
             works = [*works, *padding]
 
         def forward(todo: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -297,7 +300,7 @@ class ModelStage:
             return hidden.sum() * 0.0
         return work.loss(self._outputs(work, row, hidden))
 
-    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> object:
+    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> Outputs:
         """Return what the loss is computed from."""
         return self._token_logprobs(work, row, hidden)
 

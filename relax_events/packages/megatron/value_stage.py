@@ -5,7 +5,6 @@ loss token.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
@@ -15,11 +14,11 @@ from relax_events.packages.megatron.vocabulary import sum_over_ranks
 
 
 class ValueStage(ModelStage):
-    """See the module's docstring. Its works' losses take the values of all loss tokens."""
+    """See the module's docstring. Its outputs are the values of all loss tokens."""
 
-    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> Float[Tensor, " loss_tokens"]:
-        """Return the values. Each rank applies the head to its own tokens, and gathers numbers, not
-        hidden states.
+    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> tuple[Tensor]:
+        """Return the value at each loss token. Each rank applies the head to its own tokens, and
+        gathers numbers, not hidden states.
         """
         assert work.batch is not None
         values: Tensor = self._last.value_head(hidden[:, 0])
@@ -32,6 +31,6 @@ class ValueStage(ModelStage):
         )
         part = values.index_select(0, positions)
         if self._context.size() == 1:
-            return part
+            return (part,)
         whole = part.new_zeros(len(work.batch.targets)).index_add(0, kept, part)
-        return sum_over_ranks(whole, self._context)
+        return (sum_over_ranks(whole, self._context),)

@@ -53,6 +53,8 @@ Batch = TypeVar("Batch", bound=TrainingBatch)
 Update = TypeVar("Update")
 Outputs = tuple[Tensor, ...]
 """What a pass of the model computes at its loss tokens."""
+LostBatch = tuple[Outputs, Callable[[], None]]
+"""The outputs of a micro-batch whose loss has run backward to them, and what records it."""
 Metrics = TypeVar("Metrics")
 
 

@@ -57,7 +57,7 @@ class TorchCritic(ValueTraining):
         """Run micro-batches forward and backward; see `ValueTraining`."""
         calls: ModelCalls[ValueBatch] = ModelCalls(
             lambda one: (self._model.token_values(one.batch),),
-            lambda whole, outputs: (self._compute_loss(whole, *outputs), lambda: None),
+            self._compute_loss,
             self._model.idle_output,
             lambda: self._report_progress(),
         )

@@ -22,6 +22,7 @@ from relax_events.training.backend.recomputation import recompute_layers
 from relax_events.training.backend.sharded_parameters import ShardedParameters, shard_model
 from relax_events.training.backend.step_training import (
     Batch,
+    LostBatch,
     ModelPass,
     Outputs,
     join_outputs,
@@ -31,8 +32,6 @@ from relax_events.training.backend.step_training import (
 from relax_events.training.ranks import Ranks
 
 T = TypeVar("T")
-LostBatch = tuple[Outputs, Callable[[], None]]
-"""The outputs of a micro-batch whose loss has run backward to them, and what records it."""
 
 
 @dataclass(frozen=True, slots=True)

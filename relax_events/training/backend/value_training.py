@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from relax_events.events.types import SampleReady
 from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
 from relax_events.training.backend.protocol import ValueMetrics
 from relax_events.training.backend.scoring import unpack_values
-from relax_events.training.backend.step_training import StepTraining, StepUpdates
+from relax_events.training.backend.step_training import Outputs, StepTraining, StepUpdates
 from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack_in_passes
 from relax_events.training.batch.paths import count_paths, split_paths
 from relax_events.training.batch.row_layout import TokenSequence
@@ -159,9 +158,13 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         )
         return ValueBatch(self._media.add_to(batch, samples), advantages, old)
 
-    def _compute_loss(self, packed: ValueBatch, values: Float[Tensor, " loss_tokens"]) -> Tensor:
-        """Return the loss of a micro-batch, not normalised, and add its sums to the step's."""
-        advantages, old = packed.advantages, packed.old
+    def _compute_loss(
+        self, packed: ValueBatch, outputs: Outputs
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Return the loss of a micro-batch, not normalised, from the values of its loss tokens, and
+        what adds its sums to the step's.
+        """
+        (values,), advantages, old = outputs, packed.advantages, packed.old
         old_values, returns = (
             torch.from_numpy(array).to(values) for array in (old, advantages + old)
         )
@@ -179,10 +182,8 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
             or self._config.engine.sampling.max_new_tokens,
             dtype=values.dtype,
         )
-        self._sums.append(
-            torch.stack([row.detach().double().sum() for row in (weighted, losses.clipped)])
-        )
-        return weighted.sum()
+        sums = torch.stack([row.detach().double().sum() for row in (weighted, losses.clipped)])
+        return weighted.sum(), lambda: self._sums.append(sums)
 
     def _prepare_step(self) -> float:
         step = self.policy_version
