@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from relax_events.config import RunConfig
+from relax_events.errors import OutOfMemory
 from relax_events.events.types import SampleReady
 from relax_events.objects import ObjectStore
 from relax_events.packages.megatron.critic import MegatronCritic
+from relax_events.training.backend.out_of_memory import PassMemory
 from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.backend.value_training import ValueTraining
 from relax_events.training.checkpoint.checkpoints import Checkpoints
@@ -43,6 +46,8 @@ class Scenario:
     backend: str = "megatron"
 
 
+DEVICES = (40, 20), (1, 16)
+"""A budget of a pass and what fits the device, in cells: the longest path has 20."""
 MINI_BATCHES = {"num_epochs": 2, "num_mini_batches": 2}
 SCENARIOS = {
     "tensor": Scenario({"tensor": 2}, {"activation_checkpointing": "whole"}),
@@ -136,7 +141,64 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
     with Checkpoints(store, ranks=ranks, keep=9, folder=f"{name}-back/") as checkpoints:
         reference = checkpoints.save(critic.state(), extra={}).wait(60)
         found["back"] = state_of(checkpoints, reference)
-    return {"found": found, "expected": expected, "cells": cells}
+    results = {"found": found, "expected": expected, "cells": list(cells)}
+    if name == "passes_tensor":
+        critic.load_state(saved)
+        results["too_large"] = [
+            name_what_does_not_fit(critic, samples[0], max_cells, device_cells, way)
+            for max_cells, device_cells in DEVICES
+            for way in ("forward", "backward")
+        ]
+    return results
+
+
+class Limited(torch.autograd.Function):
+    """A device that may lack the memory for a pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, fits_forward: bool, fits_backward: bool) -> Tensor:
+        """Return the hidden states, if there is memory for them."""
+        ctx.fits_backward = fits_backward
+        if not fits_forward:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        """Return the gradient, if there is memory for it."""
+        if not ctx.fits_backward:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return gradient, None, None
+
+
+def name_what_does_not_fit(
+    critic: MegatronCritic,
+    samples: list[SampleReady],
+    max_cells: int,
+    device_cells: int,
+    way: str,
+) -> tuple[int, int, bool]:
+    """Return the paths, the cells and the sample of the pass that the critic names; all ranks run
+    out of memory at once."""
+    stage: Any = critic._model
+    run = stage._hidden
+
+    def run_on_device(row: Any, chunk: Any) -> Any:
+        fits = len(row.tokens) <= device_cells
+        return Limited.apply(run(row, chunk), fits or way != "forward", fits or way != "backward")
+
+    stage._hidden = run_on_device
+    stage._memory = PassMemory()  # a path that fitted before is not to blame
+    critic.max_cells = max_cells
+    lengths = {sample.sample_id: len(sample.tokens) for sample in samples}
+    try:
+        train(critic, samples)
+    except OutOfMemory as error:
+        critic.discard()
+        return error.num_paths, error.num_cells, lengths[error.sample_id] == error.num_cells
+    finally:
+        stage._hidden = run
+    raise AssertionError("it fitted")
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -49,3 +49,13 @@ def test_two_ranks_learn_values_like_one(results: dict[str, Any], name: str) -> 
 def test_passes_of_several_paths_are_within_the_budget(results: dict[str, Any], name: str) -> None:
     budget = SCENARIOS[name].trainer["max_tokens_per_micro_batch"]
     assert 0 < max(results[name]["cells"]) <= budget
+
+
+def test_a_pass_that_does_not_fit_is_named(results: dict[str, Any]) -> None:
+    several, alone = (
+        results["passes_tensor"]["too_large"][:2],
+        results["passes_tensor"]["too_large"][2:],
+    )
+    assert all(num_paths > 1 and 20 < num_cells <= 40 for num_paths, num_cells, _ in several)
+    assert all(num_paths == 1 and 16 < num_cells <= 20 for num_paths, num_cells, _ in alone)
+    assert all(is_whole_sample for _, _, is_whole_sample in alone)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,14 +41,13 @@ from relax_events.packages.megatron.towers import (
     encode_own,
 )
 from relax_events.packages.megatron.vocabulary import HeadRows, sum_over_ranks, vocabulary_logprobs
-from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
-from relax_events.training.backend.chunked_head import ChunkedHead
+from relax_events.training.backend.chunked_head import ChunkedHead, count_chunk_tokens
+from relax_events.training.backend.out_of_memory import PassMemory
 from relax_events.training.backend.policy_model import TokenLogprobs
-from relax_events.training.backend.step_training import Outputs
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.shared_prefixes import PrefixSharing
 
-LossFunction = Callable[[Outputs], Tensor]
+LossFunction = Callable[[tuple[Tensor, ...]], Tensor]
 """Takes what the stage computes at the loss tokens: a `TokenLogprobs`, or a critic's values."""
 
 
@@ -94,6 +94,8 @@ class ModelStage:
         self.vocab_size = sizes.vocab_size
         self._topology = topology
         self._is_frozen = False
+        self._memory = PassMemory()
+        self._running: PackedBatch | None = None
         self.is_last = parallel_state.is_pipeline_last_stage()
         self._context = parallel_state.get_context_parallel_group()
         self._tensor = parallel_state.get_tensor_model_parallel_group()
@@ -183,6 +185,8 @@ class ModelStage:
             works: The same on all ranks that hold the model together.
             forward_only: Compute no gradients.
             on_done: Called after each forward pass of a chunk.
+        Raises:
+            OutOfMemory: A pass did not fit the device.
         """
         if not works:
             return
@@ -195,6 +199,7 @@ class ModelStage:
 
         def forward(todo: Any, chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             work = next(todo)
+            self._running = work.batch
             row = lay_out_row(
                 work.batch,
                 multiple=self._row_multiple,
@@ -204,6 +209,8 @@ class ModelStage:
             replayed = self._routing.replay(row, self.device) if self._routing else nullcontext()
             with replayed, self._balanced(work, row, chunk):
                 hidden = self._hidden(row, chunk)
+            if hidden.requires_grad:  # several passes run forward before one runs back
+                hidden.register_hook(lambda gradient: setattr(self, "_running", work.batch))
             on_done()
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -216,15 +223,22 @@ class ModelStage:
             self._routing.begin(is_recomputed=self._recomputes and not forward_only)
         if self._balance:
             self._balance.begin(is_recomputed=self._recomputes and not forward_only)
+        schedule = partial(
+            get_forward_backward_func(),
+            forward_step_func=forward,
+            data_iterator=[iter(works) for _ in chunks] if len(chunks) > 1 else iter(works),
+            model=chunks,
+            num_microbatches=len(works),
+            seq_length=1,  # each micro-batch sends its own
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
         with torch.set_grad_enabled(not forward_only):
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=[iter(works) for _ in chunks] if len(chunks) > 1 else iter(works),
-                model=chunks,
-                num_microbatches=len(works),
-                seq_length=1,  # each micro-batch sends its own
-                micro_batch_size=1,
-                forward_only=forward_only,
+            self._memory.run_all(
+                [work.batch for work in works if work.batch is not None],
+                schedule,
+                find_running=lambda: self._running,
+                is_trained=not forward_only,
             )
 
     def _balanced(self, work: Work, row: Row, chunk: Any) -> AbstractContextManager[None]:
@@ -300,7 +314,7 @@ class ModelStage:
             return hidden.sum() * 0.0
         return work.loss(self._outputs(work, row, hidden))
 
-    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> Outputs:
+    def _outputs(self, work: Work, row: Row, hidden: Tensor) -> tuple[Tensor, ...]:
         """Return what the loss is computed from."""
         return self._token_logprobs(work, row, hidden)
 
@@ -349,7 +363,7 @@ class ModelStage:
         weight = module.weight
         first = self._tensor.rank() * len(weight)
         rows = HeadRows(first, min(max(self.vocab_size - first, 0), len(weight)), self._tensor)
-        chunk = max(1, MAX_LOGITS_ELEMENTS // len(weight))
+        chunk = count_chunk_tokens(len(weight))
         if len(hidden) <= chunk:
             return vocabulary_logprobs(
                 lambda part: functional.linear(part, weight),

@@ -10,6 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
+
+
+def count_chunk_tokens(vocab_size: int) -> int:
+    """Return how many tokens a chunk of so many logits a token has."""
+    return max(1, MAX_LOGITS_ELEMENTS // vocab_size)
+
 
 class ChunkedHead:
     """A linear head applied to the chunks of one micro-batch. The weight's gradient is added in at

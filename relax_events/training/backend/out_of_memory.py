@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -34,19 +34,38 @@ class PassMemory:
         Raises:
             OutOfMemory: It did not fit. The error holds none of its tensors.
         """
-        longest, num_paths = int(batch.num_path_tokens.max()), len(batch.num_path_tokens)
+        return self.run_all([batch], call, find_running=lambda: batch, is_trained=is_trained)
+
+    def run_all(
+        self,
+        batches: Iterable[PackedBatch],
+        call: Callable[[], T],
+        *,
+        find_running: Callable[[], PackedBatch | None],
+        is_trained: bool = False,
+    ) -> T:
+        """Return what a call returns that runs several passes; see `run`.
+
+        Args:
+            batches: Of the passes.
+            call: Runs them.
+            find_running: Returns the one that runs; None where it is padding.
+            is_trained: Whether they run backward, too.
+        """
         try:
             result = call()
         except (MemoryError, RuntimeError) as error:
             is_out = isinstance(error, MemoryError | torch.OutOfMemoryError)
-            if not is_out and OUT_OF_HOST_MEMORY not in str(error):
+            batch = find_running()
+            if (not is_out and OUT_OF_HOST_MEMORY not in str(error)) or batch is None:
                 raise
+            longest, num_paths = int(batch.num_path_tokens.max()), len(batch.num_path_tokens)
             if num_paths == 1 and longest <= self._longest_trained:
                 raise
             problem = str(error)
         else:
-            if is_trained:
-                self._longest_trained = max(self._longest_trained, longest)
+            for one in batches if is_trained else ():
+                self._longest_trained = max(self._longest_trained, int(one.num_path_tokens.max()))
             return result
         # out of the block, since the error holds the tensors
         if torch.cuda.is_initialized():

@@ -26,7 +26,7 @@ from relax_events.models.adapters import Adapters, replace_version
 from relax_events.models.causal_lm import attention_kinds, load_causal_lm
 from relax_events.models.families import Family, read_family
 from relax_events.models.routers import RoutedLayer, Routers, imbalance
-from relax_events.planning.memory import MAX_LOGITS_ELEMENTS
+from relax_events.training.backend.chunked_head import count_chunk_tokens
 from relax_events.training.backend.head_logprobs import HeadInputs, apply_head
 from relax_events.training.backend.packing_probe import (
     BRANCHES,
@@ -202,7 +202,7 @@ class PolicyModel:
             np.zeros((len(batch.targets), 0), np.int64) if ids is None else ids
         ).to(self.device)
         inputs = HeadInputs(hidden, targets, temperatures, requested_ids)
-        chunk = max(1, MAX_LOGITS_ELEMENTS // self.vocab_size)
+        chunk = count_chunk_tokens(self.vocab_size)
         scores = apply_head(
             self._head, inputs, chunk=chunk, entropy_gradient=entropy_gradient, num_top=num_top
         )

@@ -9,7 +9,7 @@ import torch
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.models.causal_lm import choose_device
 from relax_events.packages.examples.tiny_models import make_tiny
-from relax_events.training.backend import policy_model
+from relax_events.training.backend import chunked_head, policy_model
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.batch.packing import pack
 from tests.event_samples import changed
@@ -85,7 +85,7 @@ def test_token_logprobs_and_gradients_are_the_same_when_the_head_works_in_chunks
     whole, pieces = load(), load()
     result = whole.token_logprobs(batch)
     result.logprobs.square().sum().backward()
-    monkeypatch.setattr(policy_model, "MAX_LOGITS_ELEMENTS", 5 * whole.vocab_size)
+    monkeypatch.setattr(chunked_head, "MAX_LOGITS_ELEMENTS", 5 * whole.vocab_size)
     chunked = pieces.token_logprobs(batch)
     chunked.logprobs.square().sum().backward()
     torch.testing.assert_close(chunked.logprobs, result.logprobs, rtol=0, atol=1e-12)

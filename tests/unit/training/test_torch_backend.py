@@ -354,7 +354,7 @@ def test_metrics_count_rejected_samples_by_reason():
 @pytest.mark.parametrize("max_logits", [2**26, 1])
 def test_entropy_bonus_has_the_gradient_of_the_entropy(max_logits, monkeypatch):
     monkeypatch.setattr(
-        "relax_events.training.backend.policy_model.MAX_LOGITS_ELEMENTS", max_logits
+        "relax_events.training.backend.chunked_head.MAX_LOGITS_ELEMENTS", max_logits
     )
     mine = backend(algorithm={"entropy_coefficient": 0.5}, trainer={"max_grad_norm": 1e9})
     model = PaddedGrpo(aggregation="token_mean", estimator="k1")
@@ -392,7 +392,7 @@ def test_distillation_has_the_gradient_of_the_kl_to_the_teacher(num_ids, max_log
     # probable ids, of those and all others in one bin. The model knows 270 ids and the teacher 256
     # of them.
     monkeypatch.setattr(
-        "relax_events.training.backend.policy_model.MAX_LOGITS_ELEMENTS", max_logits
+        "relax_events.training.backend.chunked_head.MAX_LOGITS_ELEMENTS", max_logits
     )
     settings = {
         "distill_coefficient": 0.5,
