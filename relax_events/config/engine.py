@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section, Threads
 from relax_events.config.external_values import Addresses, Code, FilePath, Names, Text
+from relax_events.config.hub_names import ModelFolder
 from relax_events.config.lora import LoRAConfig
 from relax_events.config.media import MediaConfig
 from relax_events.config.resume_rules import SPEED, accepted, free, never
@@ -48,13 +49,14 @@ class ModelConfig(Section):
     """The policy's initial weights and tokenizer."""
 
     path: Annotated[
-        FilePath,
+        ModelFolder,
         accepted(
             "weights are those of the run; tokenizer and architecture are read there, "
             "and must be the same"
         ),
     ]
-    """A folder in Hugging Face layout: config, safetensors, tokenizer."""
+    """A folder in Hugging Face layout: config, safetensors, tokenizer. Or a name on the Hugging
+    Face hub, `hf:org/name@revision`, of which the run keeps the commit."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights in engine and trainer. Derived: that of the checkpoint, by its
     `config.json`; `bfloat16` for one in float16."""

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from relax_events.config.base import DERIVED, OrDerived, Positive, Section
 from relax_events.config.engine import EngineConfig, ModelConfig, SamplingConfig
-from relax_events.config.external_values import FilePath, Names, Text
+from relax_events.config.external_values import Names, Text
+from relax_events.config.hub_names import ModelFolder
 from relax_events.config.media import MediaConfig
 from relax_events.config.resume_rules import SPEED, free
 
@@ -43,9 +44,9 @@ class JudgeConfig(Section):
     `genrm` with the `url` of a server.
     """
 
-    model_path: FilePath | None = None
-    """A folder in Hugging Face layout: config, safetensors, tokenizer with a chat template. Its
-    tokenizer may differ from the policy's."""
+    model_path: ModelFolder | None = None
+    """A folder in Hugging Face layout, or a name as in `model.path`: config, safetensors, tokenizer
+    with a chat template. Its tokenizer may differ from the policy's."""
     dtype: OrDerived[Literal["float32", "bfloat16"]] = DERIVED
     """Type of the weights. Derived: that of its checkpoint."""
     device: Annotated[Text, free(SPEED)] = "auto"

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from relax_events.config.addresses import refuse_secret_values, secret_in
 from relax_events.config.broker import SECRET_CLIENT_KEYS, secret_remedy
+from relax_events.config.hub_names import CommitFinder, find_cached_commit, pin_names
 from relax_events.config.run_config import RunConfig
 from relax_events.config.wrong_files import explain_path, explain_tree
 from relax_events.errors import ConfigError
@@ -45,7 +46,11 @@ HOUSE_FORM = {
 
 
 def load_run_config(
-    path: Path, overrides: Iterable[str] = (), environment: Mapping[str, str] | None = None
+    path: Path,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    find_commit: CommitFinder = find_cached_commit,
 ) -> RunConfig:
     """Read a run file; `RELAX_SECTION__KEY` overrides it, and `section.key=value` overrides both.
 
@@ -53,6 +58,8 @@ def load_run_config(
         path: A TOML file.
         overrides: `section.key=value`, the value in TOML syntax or a bare string.
         environment: Defaults to the process's own.
+        find_commit: Returns the commit of a name on the hub; by default the one in this host's
+            cache, and a name that is not there stays without.
     Raises:
         ConfigError: The file is missing, not TOML, or a key or value is not allowed; the text names
             the key.
@@ -79,7 +86,11 @@ def load_run_config(
     _refuse_secrets(tree)
     refuse_secret_values(tree)
     try:
-        return RunConfig.model_validate(tree)
+        unpinned = pin_names(tree, find_commit)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    try:
+        return RunConfig.model_validate(tree).with_unpinned_names(unpinned)
     except ValidationError as error:
         problems = error.errors()
         more = (

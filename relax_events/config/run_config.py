@@ -4,10 +4,11 @@ made from their docstrings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.algorithm_spec import with_group_size
@@ -336,6 +337,19 @@ class RunConfig(Section):
     http: Annotated[HttpConfig, free("encryption of the servers")] = HttpConfig()
     telemetry: Annotated[TelemetryConfig, free("notifications and logs")] = TelemetryConfig()
 
+    _unpinned_names = PrivateAttr(default_factory=dict[str, str])
+
+    @property
+    def unpinned_names(self) -> Mapping[str, str]:
+        """By key: names of the hub that the run file gives without a commit."""
+        return self._unpinned_names
+
+    def with_unpinned_names(self, names: Mapping[str, str]) -> Self:
+        """Return the run file, which remembers these names without a commit, by key."""
+        copy = self.model_copy()
+        copy._unpinned_names = dict(names)  # noqa: SLF001  # a copy of this object
+        return copy
+
     @model_validator(mode="before")
     @classmethod
     def _take_group_size(cls, tree: Any, info: ValidationInfo) -> Any:
@@ -398,6 +412,20 @@ class RunConfig(Section):
             {} if self.teacher.model_path is None else {"teacher": self.teacher}
         )
         return default | {f"teachers.{name}": one for name, one in self.teachers.items()}
+
+    def list_models(self) -> dict[str, tuple[Path, bool]]:
+        """Return the folders of models by key, each with whether its weights are read."""
+        teachers = {f"teachers.{name}": one for name, one in self.teachers.items()}
+        models = {
+            "model.path": (self.model.path, True),
+            "critic.model_path": (self.critic.model_path, True),
+            "judge.model_path": (self.judge.model_path, True),
+            **{
+                f"{section}.model_path": (one.model_path, not one.urls)
+                for section, one in {"teacher": self.teacher, **teachers}.items()
+            },
+        }
+        return {key: (path, reads) for key, (path, reads) in models.items() if path is not None}
 
     @property
     def is_replay(self) -> bool:

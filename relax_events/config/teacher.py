@@ -9,16 +9,17 @@ from pydantic import Field
 
 from relax_events.config.base import DERIVED, OrDerived, Section, Threads
 from relax_events.config.engine import ModelConfig
-from relax_events.config.external_values import Addresses, FilePath, Text, Texts
+from relax_events.config.external_values import Addresses, Text, Texts
+from relax_events.config.hub_names import ModelFolder
 from relax_events.config.resume_rules import SPEED, free
 
 
 class TeacherModelConfig(Section):
     """One teacher. Its tokenizer must be the policy's."""
 
-    model_path: FilePath | None = None
-    """A folder in Hugging Face layout: config, safetensors, tokenizer. With `urls` the tokenizer is
-    enough."""
+    model_path: ModelFolder | None = None
+    """A folder in Hugging Face layout, or a name as in `model.path`: config, safetensors,
+    tokenizer. With `urls` the tokenizer is enough."""
     urls: Annotated[Addresses, free("where the teacher runs")] = ()
     """SGLang servers of the teacher. Given, the teacher workers load no model: they send each
     sample to the server with the fewest tokens to score, and take another one where it fails."""

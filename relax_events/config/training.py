@@ -15,7 +15,8 @@ from relax_events.config.base import (
     Section,
     Threads,
 )
-from relax_events.config.external_values import Code, FilePath, Quantities, Text
+from relax_events.config.external_values import Code, Quantities, Text
+from relax_events.config.hub_names import ModelFolder
 from relax_events.config.resume_rules import ROUNDING, SPEED, free, never
 from relax_events.config.topology import Topology
 from relax_events.errors import ConfigError
@@ -260,9 +261,9 @@ class CriticConfig(Section):
     AdamW, gradient norm, micro-batch budget, checkpoints) are those of `trainer` and `model`.
     """
 
-    model_path: Annotated[FilePath | None, never("the critic has been made from it")] = None
-    """Folder of the critic's initial model, which gets a new scalar head; by default the policy's
-    own, `model.path`."""
+    model_path: Annotated[ModelFolder | None, never("the critic has been made from it")] = None
+    """Folder of the critic's initial model, or a name as in `model.path`, which gets a new scalar
+    head; by default the policy's own, `model.path`."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """AdamW's learning rate; by default `trainer.learning_rate`."""
     num_epochs: Positive | None = None

@@ -40,6 +40,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.media.token_layout import MEDIA_FAMILIES, MediaLayout
 from relax_events.model_folder import has_experts, read_model_json
 from relax_events.model_folder.tensors import read_layouts, require_layouts
+from relax_events.models.checkpoint_facts import require_fetched
 from relax_events.models.token_table import require_same_vocabulary
 from relax_events.plugins import (
     DRIVERS,
@@ -137,6 +138,7 @@ def check_model(run: CheckedRun) -> str:
     _require_media_support(config, _declared_media(config))
     _require_routing_replay(config.model)
     path = config.model.path
+    require_fetched(path, key="model.path")
     if not path.exists():
         if config.model.tiny is None:
             raise ConfigError(
@@ -243,6 +245,7 @@ def _require_routing_replay(model: ModelConfig) -> None:
 def _require_critic(config: RunConfig) -> None:
     path = config.critic.model_path
     if path is not None:
+        require_fetched(path, key="critic.model_path")
         require_regular_files(path, key="critic.model_path")
     if config.algorithm.needs_critic and path is not None and not (path / "config.json").is_file():
         raise ConfigError(
@@ -278,6 +281,7 @@ def check_teacher(run: CheckedRun) -> str:
 def _require_teacher(config: RunConfig, section: str, teacher: TeacherModelConfig) -> str:
     path = teacher.model_path
     assert path is not None, "checked by the configuration"
+    require_fetched(path, key=f"{section}.model_path", needs_weights=not teacher.urls)
     require_regular_files(path, key=f"{section}.model_path")
     if not teacher.urls and not ((path / "config.json").is_file() and read_layouts(path)):
         raise ConfigError(
@@ -315,6 +319,7 @@ def check_judge(run: CheckedRun) -> str:
             if path is None
             else "none: nothing is rewarded here"
         )
+    require_fetched(path, key="judge.model_path")
     require_regular_files(path, key="judge.model_path")
     if not (path / "config.json").is_file() or not read_layouts(path):
         raise ConfigError(

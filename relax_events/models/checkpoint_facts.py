@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from relax_events.config.engine import TinyModelConfig
-from relax_events.errors import ConfigError
+from relax_events.config.hub_names import find_model_name
+from relax_events.errors import ConfigError, DamagedTensors
 from relax_events.model_folder import get_text_config, get_thinker_config, read_model_json
-from relax_events.model_folder.tensors import TensorLayout, read_layouts, require_layouts
+from relax_events.model_folder.tensors import (
+    TensorLayout,
+    list_weight_files,
+    read_layouts,
+    require_layouts,
+)
 from relax_events.planning.inventory import CheckpointFacts
 
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
@@ -23,6 +30,23 @@ TOWERS = ("visual.", "audio_tower.")
 """In the names of the towers' parameters in transformers."""
 DEFAULT_MAX_POSITIONS = 4096
 TINY_HEAD_DIM, TINY_POSITIONS, TINY_EXPERTS_PER_TOKEN, TINY_EXPERT_SIZE = 16, 4096, 2, 32
+
+
+def require_fetched(folder: Path, *, key: str, needs_weights: bool = True) -> None:
+    """Refuse a folder of this host's cache of the hub that is not there, or not with its weights.
+
+    Raises:
+        ConfigError: Its files were not fetched; the text names the command.
+    """
+    if (name := find_model_name(folder)) is None:
+        return
+    with suppress(DamagedTensors):  # the index names a file that was not fetched
+        if list_weight_files(folder) or (not needs_weights and folder.is_dir()):
+            return
+    raise ConfigError(
+        f"{key} {name} is not in this host's cache of the hub; fetch it: relax models prepare "
+        f"RUN_FILE {key}={name}"
+    )
 
 
 def read_facts(path: Path, *, needs_weights: bool = False) -> CheckpointFacts:

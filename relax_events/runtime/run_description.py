@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from relax_events import __version__
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import FromLog
+from relax_events.config.hub_names import PREFIX
 from relax_events.errors import (
     BrokerError,
     BrokerUnavailable,
@@ -75,10 +76,9 @@ def build_run_description(
         ("judge", "model_path"),
     )
     for section, key in path_keys:
-        if tree[section][key] is not None:
-            tree[section][key] = str(Path(tree[section][key]).resolve())
+        tree[section][key] = _resolve(tree[section][key])
     for teacher in tree["teachers"].values():
-        teacher["model_path"] = str(Path(teacher["model_path"]).resolve())
+        teacher["model_path"] = _resolve(teacher["model_path"])
     return RunDescribed(
         run_id=config.run.id,
         config=orjson.dumps(tree, option=orjson.OPT_SORT_KEYS).decode(),
@@ -91,6 +91,11 @@ def build_run_description(
         chat_template=chat_template,
         topic_ids=dict(topic_ids or {}),
     )
+
+
+def _resolve(path: str | None) -> str | None:
+    """Return a folder as readers elsewhere know it: absolute, or by its name on the hub."""
+    return path if path is None or path.startswith(PREFIX) else str(Path(path).resolve())
 
 
 def digest_config(config: RunConfig) -> str:

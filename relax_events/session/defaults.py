@@ -8,14 +8,16 @@ memory and GPUs, found without torch.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.config.hub_names import find_earlier_name
 from relax_events.config.run_config import RANKED_ROLES
 from relax_events.config.training import ADAMW
 from relax_events.config.unset_keys import OF_MACHINE, get_value, missing_keys, with_values
@@ -147,6 +149,38 @@ def read_resolved(config: RunConfig) -> RunConfig | None:
         return RunConfig.model_validate_json((config.run_directory / RESOLVED_FILE).read_bytes())
     except (OSError, ValueError):
         return None
+
+
+def keep_commits(config: RunConfig, earlier_config: RunConfig | None) -> RunConfig:
+    """Return the configuration with the commits of an earlier session for the names of the hub that
+    the run file gives without a revision: the hub's main branch may have moved since.
+
+    Args:
+        config: The run file as read.
+        earlier_config: The run as it was, or None.
+    """
+    if earlier_config is None or not config.unpinned_names:
+        return config
+    tree, earlier_tree = (one.model_dump(mode="json") for one in (config, earlier_config))
+    for key, text in config.unpinned_names.items():
+        *sections, last = key.split(".")
+        table, earlier_table = (_find_table(one, sections) for one in (tree, earlier_tree))
+        if (earlier := find_earlier_name(text, earlier_table.get(last))) is not None:
+            table[last] = earlier
+            log.info("commit.kept", key=key, name=earlier, run_id=earlier_config.run.id)
+    return RunConfig.model_validate(tree).with_unpinned_names(config.unpinned_names)
+
+
+def _find_table(tree: Any, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the table at some keys, of which numbers are those of lists; an empty one where there
+    is none.
+    """
+    for key in keys:
+        try:
+            tree = tree[int(key)] if isinstance(tree, list) else tree[key]
+        except LookupError:
+            return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def log_derived(settings: list[Derived]) -> None:

@@ -21,6 +21,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.types import RunDescribed
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
+from relax_events.models.checkpoint_facts import require_fetched
 from relax_events.runtime.run_description import (
     ParentRun,
     build_run_description,
@@ -28,7 +29,7 @@ from relax_events.runtime.run_description import (
     read_description,
 )
 from relax_events.session.broker_address import open_admin
-from relax_events.session.defaults import log_derived, resolve_defaults
+from relax_events.session.defaults import keep_commits, log_derived, resolve_defaults
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import COMMANDS, TRAIN_STEPS
 
@@ -82,20 +83,23 @@ def known_settings(config: RunConfig, described: RunDescribed | None) -> RunConf
 
 def resolve_worker_config(config: RunConfig, role: str) -> RunConfig:
     """Return the configuration of a worker that is started by itself, with the keys that its run
-    file leaves out.
+    file leaves out, and the commits of what it names on the hub.
 
     Args:
         config: The run, with the broker's address filled in; a file that `relax run` has written is
             complete already.
         role: The worker's.
     Raises:
-        ConfigError: A key is derived from the model, which is not here; the text names both.
+        ConfigError: A key is derived from the model, which is not here; the text names both. Or the
+            model was not fetched from the hub.
     """
-    if not missing_keys(config):
+    if not missing_keys(config) and not config.unpinned_names:
         return config
-    whole, derived = resolve_defaults(
-        config, earlier_config=known_settings(config, read_last_session(config)), role=role
-    )
+    earlier_config = known_settings(config, read_last_session(config))
+    config = keep_commits(config, earlier_config)
+    if role not in WITHOUT_MODEL:
+        require_fetched(config.model.path, key="model.path")
+    whole, derived = resolve_defaults(config, earlier_config=earlier_config, role=role)
     log_derived(derived)
     if role not in WITHOUT_MODEL and (
         unknown := [
