@@ -31,7 +31,8 @@ def init(
     Args:
         path: The file to write, TOML; or the folder for the run files of the package, by default
             `configs`, where `configs/lookup-agent.toml` expects its files.
-        model: Folder of a model in Hugging Face layout.
+        model: Folder of a model in Hugging Face layout, or its name on the hub, hf:org/name, of
+            which the run file names the commit.
         data: JSON lines, a Parquet file, or a folder of Parquet files.
         run_id: Of the run; by default the name of the run file.
         split: Of a folder of Parquet files, such as train.

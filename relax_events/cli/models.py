@@ -27,8 +27,8 @@ def prepare(
     corpus: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Make the model that a run file describes, with its SFT warm-up, unless it is there; print its
-    folder.
+    """Make the model that a run file describes, with its SFT warm-up, unless it is there, and fetch
+    what it names on the Hugging Face hub; print the model's folder.
 
     Example: relax models prepare configs/quickstart.toml
 
@@ -44,7 +44,9 @@ def prepare(
         seed: Of the random weights, with --corpus.
     """
     from relax_events.config import load_run_config
+    from relax_events.config.hub_names import find_model_name
     from relax_events.errors import ConfigError
+    from relax_events.launcher.hub_download import fetch_models, find_commit
     from relax_events.objects.marker import claim_store
     from relax_events.objects.store import ObjectStore
     from relax_events.packages.examples.model_preparation import prepare_model, warm_up_model
@@ -56,8 +58,11 @@ def prepare(
     elif config is not None:
         if to is not None and not warm_up:
             raise ConfigError("--to is for --warm-up; set model.path for the model of the run file")
-        settings = load_run_config(config, overrides)
+        settings = load_run_config(config, overrides, find_commit=find_commit)
+        fetch_models(settings.list_models(), report=print_progress)
         if warm_up:
+            if to is None and (name := find_model_name(settings.model.path)) is not None:
+                raise ConfigError(f"{name} is in the hub's cache, which is not written; give --to")
             print(warm_up_model(settings, output=to, report=print_progress))
             return
         print(prepare_model(settings, report=print_progress))

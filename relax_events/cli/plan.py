@@ -28,20 +28,22 @@ def plan(
 
     Example: relax plan configs/dapo-math.toml --devices 8xH100-80GB
 
-    Only the model's `config.json` is read, so its weights need not be here.
+    Only the model's `config.json` is read, so its weights need not be here; of a name on the hub
+    only the small files are fetched.
 
     Args:
         devices: Number and kind, such as 8xH100-80GB; by default those of this machine.
         sample_tokens: Mean tokens of a sample, prompt included; by default half of
             engine.max_context_tokens.
     """
-    from relax_events.cli.output import print_json
+    from relax_events.cli.output import print_json, print_progress
     from relax_events.config import load_run_config
+    from relax_events.launcher.hub_download import fetch_models, find_commit
     from relax_events.session.planned import plan_devices
 
-    planned = plan_devices(
-        load_run_config(config, overrides), devices=devices, sample_tokens=sample_tokens
-    )
+    settings = load_run_config(config, overrides, find_commit=find_commit)
+    fetch_models(settings.list_models(), with_weights=False, report=print_progress)
+    planned = plan_devices(settings, devices=devices, sample_tokens=sample_tokens)
     if output == "json":
         print_json(_as_tree(planned))
     else:

@@ -34,14 +34,17 @@ def run(config: RunFile, *overrides: Overrides, accept_changes: bool = False) ->
 
     from relax_events.cli.output import agreed
     from relax_events.config import load_run_config
+    from relax_events.launcher.hub_download import find_commit
     from relax_events.launcher.preparation import prepare_run
     from relax_events.launcher.run import RunSession
     from relax_events.reports.report_files import build_export_command
     from relax_events.reports.run_report import format_closing_line
     from relax_events.runtime.private_files import keep_private
+    from relax_events.session.defaults import keep_commits, read_resolved
     from relax_events.session.resume import ChangesNotAccepted
 
-    settings = load_run_config(config, overrides)
+    settings = load_run_config(config, overrides, find_commit=find_commit)
+    settings = keep_commits(settings, read_resolved(settings))
     keep_private(settings)
     prepare_run(settings)
     try:

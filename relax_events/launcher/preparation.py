@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, RunFailed
@@ -13,19 +14,22 @@ from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.checks import refuse_run
 from relax_events.launcher.file_checks import check_context_length
 from relax_events.launcher.fork_protocol import worker_environment
+from relax_events.launcher.hub_download import fetch_models
 from relax_events.secret_handling import write_private
 
 
 def prepare_run(config: RunConfig) -> None:
-    """Refuse a run that can't work before anything starts, and make the model if it is configured
-    and missing.
+    """Fetch the models that a run names on the hub, refuse a run that can't work before anything
+    starts, and make the model if it is configured and missing.
 
     Raises:
         ConfigError: The run file names a role, a model, a data file or a row that is missing or
             invalid.
-        EnvironmentProblem: A package is not installed, or a port is taken.
+        EnvironmentProblem: A package is not installed, a port is taken, or the hub can't be
+            reached.
         RunFailed: Making the model failed; its output is above.
     """
+    fetch_models(config.list_models(), report=partial(print, file=sys.stderr, flush=True))
     run = CheckedRun(config)
     refuse_run(run)
     if not config.model.path.exists():

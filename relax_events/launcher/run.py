@@ -30,6 +30,7 @@ from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.broker_keeper import BrokerKeeper
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
+from relax_events.launcher.hub_download import fetch_models
 from relax_events.launcher.managed_process import Progress
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
@@ -53,7 +54,12 @@ from relax_events.session.broker_address import (
     open_admin,
     with_broker_address,
 )
-from relax_events.session.defaults import RESOLVED_FILE, log_derived, resolve_defaults
+from relax_events.session.defaults import (
+    RESOLVED_FILE,
+    keep_commits,
+    log_derived,
+    resolve_defaults,
+)
 from relax_events.session.principals import apply_principal, remove_credentials
 from relax_events.session.records import RunSessions
 from relax_events.session.resume import (
@@ -207,10 +213,11 @@ class RunSession:
         """
         described = read_last_session(self._config)
         refuse_new_topics(self._config, described)
+        earlier_config = known_settings(self._config, described)
+        self._config = keep_commits(self._config, earlier_config)
+        fetch_models(self._config.list_models(), report=display.print_line)
         self._config, derived = resolve_defaults(
-            self._config,
-            earlier_config=known_settings(self._config, described),
-            has_broker=self._broker is not None,
+            self._config, earlier_config=earlier_config, has_broker=self._broker is not None
         )
         log_derived(derived)
         changes = []

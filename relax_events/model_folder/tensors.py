@@ -22,6 +22,7 @@ from relax_events.regular_files import open_regular, read_regular_text
 if TYPE_CHECKING:
     from torch import Tensor
 
+WEIGHT_FILES = "*.safetensors"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,12 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from relax_events.config import DataConfig
+from relax_events.config.hub_names import PREFIX
 from relax_events.data.parquet import parquet_files
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
+from relax_events.launcher.hub_download import fetch_model
 from relax_events.launcher.run_file.columns import (
     ProposedReward,
     guess_columns,
@@ -51,16 +54,21 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
 
     Args:
         run_id: Of the run.
-        model: A folder in Hugging Face layout.
+        model: A folder in Hugging Face layout, or `hf:org/name`, which is fetched.
         data: A JSON-lines or Parquet file, or a folder of Parquet files.
         wishes: What is not to be looked up.
     Raises:
         ConfigError: The model or the data can't be read, or a column or reward is not clear; the
             text says which flag names it.
     """
+    model_name = ""
+    if str(model).startswith(PREFIX):
+        name = fetch_model(str(model), key="--model", report=partial(print, file=sys.stderr))
+        model, model_name = name.folder, str(name)
     if not model.exists():
         raise ConfigError(
-            f"model folder {model} does not exist; {_explain_download(model, 'models')}"
+            f"model folder {model} does not exist; a model of the Hugging Face hub is named "
+            "hf:org/name"
         )
     facts = read_facts(model, needs_weights=True)
     source = _name_source(data)
@@ -90,7 +98,7 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
     room = divide_context(facts, reward, longest)
     return _render(
         run_id=run_id,
-        model=str(model.resolve()),
+        model=model_name or str(model.resolve()),
         facts=facts,
         data=settings,
         reward=reward,

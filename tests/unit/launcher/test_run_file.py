@@ -145,7 +145,7 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         propose_run_file("mine", tmp_path, tmp_path, Wishes())
 
 
-def test_names_of_the_hub_are_refused_with_the_way_to_download_them(tmp_path: Path) -> None:
-    text = "model folder org/small does not exist.*hf download org/small --local-dir models/small; then"
+def test_names_of_the_hub_are_refused_without_their_prefix(tmp_path: Path) -> None:
+    text = "model folder org/small does not exist; a model of the Hugging Face hub is named hf:org/name"
     with pytest.raises(ConfigError, match=text):
         propose_run_file("mine", Path("org/small"), tmp_path, Wishes())
