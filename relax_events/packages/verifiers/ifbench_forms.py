@@ -26,12 +26,32 @@ from relax_events.packages.verifiers.ifeval_instructions import (
 )
 
 CLOSING = {")": "(", "]": "[", "}": "{"}
+ATTACHED_MARKS = r"-/\|+=~^_…"
 MIN_BRACKETS, MIN_QUOTES = 5, 3
 MIN_AFRICAN_COUNTRIES = 52
 NAPOLEON_YEARS = range(1769, 1822)
 LETTERED = re.compile(r"\W*a\W*b\W*c\W*", re.IGNORECASE)
 ITALIC_TAGS = ("i", "em")
-PICTOGRAPHS_BEHIND = re.compile(r"(?<![.!?])([.!?]++)(\s*+)([^\w\s.,;:!?'\"]++)")
+EMOJI = re.compile(
+    r"[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u2199\u21a9\u21aa\u231a\u231b\u2328\u23cf"
+    r"\u23e9-\u23f3\u23f8-\u23fa\u24c2\u25aa\u25ab\u25b6\u25c0\u25fb-\u25fe\u2600-\u2604\u260e\u2611"
+    r"\u2614\u2615\u2618\u261d\u2620\u2622\u2623\u2626\u262a\u262e\u262f\u2638-\u263a\u2640\u2642"
+    r"\u2648-\u2653\u265f\u2660\u2663\u2665\u2666\u2668\u267b\u267e\u267f\u2692-\u2697\u2699\u269b"
+    r"\u269c\u26a0\u26a1\u26a7\u26aa\u26ab\u26b0\u26b1\u26bd\u26be\u26c4\u26c5\u26c8\u26ce\u26cf\u26d1"
+    r"\u26d3\u26d4\u26e9\u26ea\u26f0-\u26f5\u26f7-\u26fa\u26fd\u2702\u2705\u2708-\u270d\u270f\u2712"
+    r"\u2714\u2716\u271d\u2721\u2728\u2733\u2734\u2744\u2747\u274c\u274e\u2753-\u2755\u2757\u2763\u2764"
+    r"\u2795-\u2797\u27a1\u27b0\u27bf\u2934\u2935\u2b05-\u2b07\u2b1b\u2b1c\u2b50\u2b55\u3030\u303d"
+    r"\u3297\u3299\U0001f004\U0001f0cf\U0001f170-\U0001f171\U0001f17e\U0001f17f\U0001f18e"
+    r"\U0001f191-\U0001f19a\U0001f1e6-\U0001f202\U0001f21a\U0001f22f\U0001f232-\U0001f23a\U0001f250"
+    r"\U0001f251\U0001f300-\U0001f64f\U0001f680-\U0001f6ff\U0001f7e0-\U0001f7f0\U0001f90c-\U0001f9ff"
+    r"\U0001fa70-\U0001faff]"
+)
+"""Unicode's emoji; whole blocks from U+1F300 on, with the halves of flags."""
+INNER_MARKS = "".join(re.escape(mark) for mark in string.punctuation if mark not in ".!?")
+PICTOGRAPHS_BEHIND = re.compile(
+    rf"(?<![.!?])([.!?]++)([\s{INNER_MARKS}]*+)([^\w\s.!?{INNER_MARKS}]++)"
+)
+QUOTED_FIELD = re.compile(r'((?:"[^"]*(?:"|$)|[^"\t\n])*+)(\t|\n|$)')
 QUESTION = re.compile(r"\n*Question \d+[.|):;]?\s*")
 CHOICE = re.compile(r"[A-Ea-e][.|)]\s*\w+")
 SPECIAL = re.compile(r"[^\d\w\s]")
@@ -42,13 +62,6 @@ CAPITALS = (  # noqa: SIM905 a word a line would be a page
     "Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
 ).split()
 """Of European countries, north of 45 degrees, from north to south."""
-
-
-def is_emoji(character: str) -> bool:
-    """Tell whether a character is a pictograph."""
-    return unicodedata.category(character) == "So" and (
-        ord(character) >= 0x1F000 or 0x2190 <= ord(character) <= 0x2BFF
-    )
 
 
 def strip_accents(text: str) -> str:
@@ -114,12 +127,12 @@ def format_emoji(response: str) -> bool:
     sentences = [
         sentence.translate(NO_PUNCTUATION).strip() for sentence in _with_what_follows(response)
     ]
-    return all(any(is_emoji(character) for character in sentence[-2:]) for sentence in sentences)
+    return all(EMOJI.search(sentence[-2:]) for sentence in sentences)
 
 
 def _with_what_follows(text: str) -> list[str]:
     """Return the sentences, each with the pictographs behind its end mark."""
-    return split_sentences(PICTOGRAPHS_BEHIND.sub(r"\3\1 ", text))
+    return split_sentences(PICTOGRAPHS_BEHIND.sub(r"\3\1\2 ", text))
 
 
 @instruction("format:line_indent")
@@ -161,8 +174,9 @@ def format_thesis(response: str) -> bool:
 
 @instruction("format:sub-bullets")
 def format_sub_bullets(response: str) -> bool:
-    """Every bullet * has a bullet - below it."""
-    return all("-" in bullet for bullet in response.split("*")[1:])
+    """There are bullets *, each with a bullet - below it."""
+    bullets = response.split("*")[1:]
+    return bool(bullets) and all("-" in bullet for bullet in bullets)
 
 
 @instruction("format:no_bullets_bullets")
@@ -179,10 +193,11 @@ def format_no_bullets_bullets(response: str) -> bool:
 
 @instruction("format:title_case")
 def format_title_case(response: str) -> bool:
-    """Every word begins with a capital."""
+    """Every word begins with a capital, marks in front aside; a clitic such as "'s" is no word."""
+    words = [word for token in read_tokens(response) if (word := token.lstrip(ATTACHED_MARKS))]
     return not any(
         word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper())
-        for word in read_tokens(response)
+        for word in words
         if word != "n't"
     )
 
@@ -308,13 +323,27 @@ def custom_csv_quotes(response: str) -> bool:
     """It is separated by tabs, with these five columns and three rows, every field in quotation
     marks.
     """
-    rows = list(csv.reader(response.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
+    header, _, rest = response.partition("\n")
     columns = tuple(f'"{name}"' for name in ("StudentID", "Subject", "Grade", "Semester", "Score"))
-    stripped = [[field.strip() for field in row] for row in rows]
+    rows = [re.split(r"\t *", header.strip(" \r")), *_split_at_tabs(rest)]
     is_quoted = all(
-        len(field) > 1 and field[0] == field[-1] == '"' for row in stripped for field in row
+        len(field) > 1 and field[0] == field[-1] == '"' for row in rows for field in row
     )
-    return is_quoted and _is_table(stripped, columns, num_rows=3)
+    return is_quoted and _is_table(rows, columns, num_rows=3)
+
+
+def _split_at_tabs(text: str) -> list[list[str]]:
+    """Return the rows of a table with fields as they stand, without blanks around them; line ends
+    and tabs between quotation marks belong to their field.
+    """
+    rows: list[list[str]] = [[]]
+    for match in QUOTED_FIELD.finditer(text.removesuffix("\n")):
+        rows[-1].append(match[1].strip())
+        if match[2] == "\n":
+            rows.append([])
+        elif not match[2]:
+            break
+    return rows
 
 
 def _is_table(rows: Sequence[Sequence[str]], columns: Sequence[str], *, num_rows: int) -> bool:

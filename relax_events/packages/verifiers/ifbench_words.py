@@ -25,6 +25,7 @@ from typing import Any
 
 from relax_events.api.rewards import EnvironmentProblem
 from relax_events.packages.verifiers.ifeval_instructions import (
+    STOP_WORDS,
     WORD,
     instruction,
     read_tokens,
@@ -33,6 +34,7 @@ from relax_events.packages.verifiers.ifeval_instructions import (
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 EDGES = string.punctuation + " "
+CLOSING_EDGES = "".join(mark for mark in EDGES if mark not in ".?!") + "\u201d\u2019\u00bb"
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = frozenset(
     (  # noqa: SIM905 a word a line would be a page
@@ -59,18 +61,24 @@ OVERLAP_MARGIN_PERCENT = 2
 
 
 def bare_words(text: str) -> list[str]:
-    """Return the words in lowercase, without any punctuation."""
-    return text.lower().translate(NO_PUNCTUATION).split()
+    """Return the words in lowercase, without any punctuation; marks alone are no word."""
+    return list(filter(_is_word, text.lower().translate(NO_PUNCTUATION).split()))
 
 
 def split_words(text: str) -> list[str]:
     """Return what white space separates, without marks around it; marks alone are no word."""
-    return [word for piece in text.split() if (word := piece.strip(EDGES))]
+    return [piece.strip(EDGES) for piece in text.split() if _is_word(piece)]
 
 
 def read_words(text: str) -> list[str]:
-    """Return the words of `read_tokens` in lowercase; marks are no words."""
-    return [token for token in read_tokens(text.lower()) if any(map(str.isalnum, token))]
+    """Return the words of `read_tokens` in lowercase, without marks at their edges; marks are no
+    words.
+    """
+    return [token.strip(f"{EDGES}\u2026") for token in read_tokens(text.lower()) if _is_word(token)]
+
+
+def _is_word(piece: str) -> bool:
+    return any(map(str.isalnum, piece))
 
 
 @instruction("count:word_count_range")
@@ -138,18 +146,23 @@ def count_keywords_multiple(
 
 @instruction("ratio:sentence_type")
 def ratio_sentence_type(response: str) -> bool:
-    """There are twice as many sentences with a full stop as with a question mark."""
-    ends = Counter(sentence[-1] for sentence in split_sentences(response))
-    return ends["."] == 2 * ends["?"]
+    """There are sentences with a question mark, and twice as many with a full stop."""
+    ends = _count_end_marks(response)
+    return ends["."] == 2 * ends["?"] > 0
 
 
 @instruction("ratio:sentence_balance")
 def ratio_sentence_balance(response: str) -> bool:
     """As many sentences end with a full stop as with a question mark and with an exclamation
-    mark.
+    mark, and there are some.
     """
-    ends = Counter(sentence[-1] for sentence in split_sentences(response))
-    return ends["."] == ends["?"] == ends["!"]
+    ends = _count_end_marks(response)
+    return ends["."] == ends["?"] == ends["!"] > 0
+
+
+def _count_end_marks(text: str) -> Counter[str]:
+    """Count the last characters of the sentences; what closes behind an end mark aside."""
+    return Counter(sentence.rstrip(CLOSING_EDGES)[-1:] for sentence in split_sentences(text))
 
 
 @instruction("ratio:overlap")
@@ -229,7 +242,7 @@ def words_repeats(response: str, *, small_n: int) -> bool:
 @instruction("words:last_first")
 def words_last_first(response: str) -> bool:
     """Each sentence begins with the last word of the one before."""
-    words = [tokens for sentence in split_sentences(response) if (tokens := bare_words(sentence))]
+    words = [split_words(sentence.lower()) for sentence in split_sentences(response)]
     return all(first[-1] == second[0] for first, second in pairwise(words))
 
 
@@ -292,23 +305,6 @@ def _num_alliterating(sentence: str) -> int:
     return sum(same) + sum(here and not before for before, here in pairwise([False, *same]))
 
 
-STOP_WORDS = frozenset(
-    (  # noqa: SIM905 a word a line would be a page
-        "i me my myself we our ours ourselves you your yours yourself yourselves he him his "
-        "himself she her hers herself it its itself they them "
-        "their theirs themselves what which who whom this that these those am is are was "
-        "were be been being have has had having do does did doing "
-        "a an the and but if or because as until while of at by for with about against "
-        "between into through during before after above below to "
-        "from up down in out on off over under again further then once here there when where "
-        "why how all any both each few more most other some "
-        "such no nor not only own same so than too very s t can will just don should now d "
-        "ll m o re ve y ain aren couldn didn doesn hadn hasn "
-        "haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
-    ).split()
-)
-"""NLTK's English stop words without an apostrophe: they are compared with runs of alphabetic
-characters."""
 VERB_TAG = "VB"
 
 

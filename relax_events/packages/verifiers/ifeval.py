@@ -62,13 +62,15 @@ def ifeval(
     the share.
 
     For these 25 the verdicts are those of IFEval's program, for the 58 as IFBench's
-    program of 2026-09 gives them, with its repairs from 2026-04 on. Four things differ. Sentences
-    are split by rules, and by NLTK's models in the published programs: at `.`, `!` or `?` before
-    white space, not behind an abbreviation such as "e.g." or a single capital, nor at dots before a
-    small letter or a digit. So the same text gives the same verdict without downloaded data;
-    sentences without white space between them count as one. An empty paragraph is not counted, and
-    so is not indexed either. Marks alone, such as a dash, are no words. A conjunction counts once,
-    in any case.
+    program of 2026-09 gives them, with its repairs from 2026-04 on. Sentences are split by rules,
+    and by NLTK's models in the published programs, so the same text gives the same verdict without
+    downloaded data: at `.`, `!` or `?`, and what closes behind them, before white space; not at
+    dots before a small letter or a digit, nor behind a title, another abbreviation or one letter,
+    unless a function word with a capital follows. Verdicts differ where the programs are wrong by
+    an instruction's words: marks alone, such as a dash, are no words and no sentences; a
+    conjunction counts once, in any case; an empty paragraph is not counted, and so is not indexed
+    either; a ratio of sentences needs some of each kind, quoted ones too; sub-bullets need bullets.
+    The page of evidence counts all by instruction.
 
     Raises:
         ValueError: The metadata name no instruction, an unknown one, or arguments that it does not

@@ -18,19 +18,45 @@ from relax_events.api.rewards import EnvironmentProblem
 
 Check = Callable[..., bool]
 INSTRUCTIONS: dict[str, Check] = {}
-WORD = re.compile(r"\w+")
+WORD, ALPHANUMERIC = re.compile(r"\w+"), re.compile(r"[^\W_]")
 CLITIC = re.compile(r"(?<=\w)(n't|'(?:s|m|d|ll|re|ve))\b|(?<=\bcan)(?=not\b)", re.IGNORECASE)
+ATTACHED = r"(?:[/\\|+=~^\u2026]|(?<!-)-(?!-))"
 TOKEN = re.compile(
-    r"'(?:s|m|d|ll|re|ve)\b|\w+(?:(?:['./\\|+=~^-]|[,:](?=\d))\w+)*|\.\.+|--+|[^\w\s]",
+    rf"'(?:s|m|d|ll|re|ve)\b|{ATTACHED}*+\w++(?:(?:{ATTACHED}++|['.]|[,:](?=\d))\w++)*+{ATTACHED}*+"
+    rf"|{ATTACHED}++|\.\.++|--++|[^\w\s]",
     re.IGNORECASE,
 )
-SENTENCE_END = re.compile(r"(?<![.!?])(?!\.\.++\s++[^\w\s]*+[a-z\d])[.!?]++[\"')\]]*+(?=\s|$)")
-"""Dots before a small letter or a digit end no sentence."""
-ABBREVIATION = re.compile(
-    r"(?:\b(?i:mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|jr|sr|inc|ltd|co|no|fig)|\b[A-Z])\.$"
+CLOSERS = r"""["')\]}*\u201d\u2019\u00bb]*+"""
+SENTENCE_END = re.compile(
+    rf"(?<![.!?])(?!\.\.++{CLOSERS}\s++[^\w\s]*+[a-z\d])[.!?]++{CLOSERS}(?=\s|$)"
 )
+"""Dots before a small letter or a digit end no sentence."""
+UNENDING = re.compile(r"\b(?i:mr|mrs|ms|dr|prof|st|vs|e\.g|i\.e)\.$")
+ABBREVIATION = re.compile(
+    r"(?:\b(?i:etc|jr|sr|inc|ltd|co|corp|gen|col|lt|sen|rep|jan|feb|aug|sept|oct|nov|dec)"
+    r"|(?<![^\s(\[\"*\u201c])(?:[A-Za-z]\.)*[A-Za-z])\.$"
+)
+NUMBERED = re.compile(r"\b(?i:no|fig)\.$")
+NEXT_WORD = re.compile(r"\s++[^\w\s]*+(\w{1,12})")
 ITALIC, BOLD = re.compile(r"\*([^\n*]*)\*"), re.compile(r"\*\*([^\n*]*)\*\*")
 BULLET = re.compile(r"[ \t\r\f\v]*+(?:\*(?!\*)|-)")
+STOP_WORDS = frozenset(
+    (  # noqa: SIM905 a word a line would be a page
+        "i me my myself we our ours ourselves you your yours yourself yourselves he him his "
+        "himself she her hers herself it its itself they them "
+        "their theirs themselves what which who whom this that these those am is are was "
+        "were be been being have has had having do does did doing "
+        "a an the and but if or because as until while of at by for with about against "
+        "between into through during before after above below to "
+        "from up down in out on off over under again further then once here there when where "
+        "why how all any both each few more most other some "
+        "such no nor not only own same so than too very s t can will just don should now d "
+        "ll m o re ve y ain aren couldn didn doesn hadn hasn "
+        "haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
+    ).split()
+)
+"""NLTK's English stop words without an apostrophe: they are compared with runs of alphabetic
+characters."""
 FENCE, FENCE_LANGUAGE = "```", "json"
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 FIRST_WORD_EDGES = "'\""
@@ -70,26 +96,40 @@ def compares(count: int, relation: str | None, threshold: int) -> bool:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, each with its end marks; a rest without one is a sentence
-    too.
+    """Split a text into sentences, each with its end marks and what closes behind them: quotation
+    marks, brackets, emphasis. A rest without an end mark is a sentence too; marks alone are none.
     """
     starts = [
         0,
-        *(
-            mark.end()
-            for mark in SENTENCE_END.finditer(text)
-            if not ABBREVIATION.search(text[max(mark.end() - 12, 0) : mark.end()])
-        ),
+        *(mark.end() for mark in SENTENCE_END.finditer(text) if not _abbreviates(text, mark.end())),
     ]
     pieces = (
         text[start:end].strip() for start, end in zip(starts, [*starts[1:], len(text)], strict=True)
     )
-    return [piece for piece in pieces if WORD.search(piece)]
+    return [piece for piece in pieces if ALPHANUMERIC.search(piece)]
+
+
+def _abbreviates(text: str, end: int) -> bool:
+    """Return whether the dot before this index is that of an abbreviation within a sentence.
+
+    It is behind a title always, behind "No" or "Fig" before a digit, and behind another
+    abbreviation or one letter unless a function word with a capital follows.
+    """
+    before = text[max(end - 12, 0) : end]
+    if UNENDING.search(before):
+        return True
+    follower = NEXT_WORD.match(text, end)
+    word = follower[1] if follower else ""
+    if NUMBERED.search(before):
+        return word[:1].isdigit()
+    return ABBREVIATION.search(before) is not None and not (
+        word[:1].isupper() and word.lower() in STOP_WORDS
+    )
 
 
 def read_tokens(text: str) -> list[str]:
     """Return words and marks as NLTK does: a contraction such as "don't" is two words, and what
-    hyphens, slashes or points join is one.
+    hyphens, slashes or points join is one; a hyphen or a slash at its edge belongs to it.
     """
     return TOKEN.findall(CLITIC.sub(r" \1", text.replace("\u2019", "'")))
 

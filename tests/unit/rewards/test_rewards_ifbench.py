@@ -243,11 +243,60 @@ MARKS: list[tuple[str, dict[str, Any], str, float]] = [
     ("count:words_japanese", {"N": 2}, "one - \u732b two \u72ac", 1.0),
     ("words:consonants", {}, "Bright stars - glint", 1.0),
     ("count:conjunctions", {"small_n": 2}, "and - And, & but.", 1.0),
+    ("count:unique_word_count", {"N": 3}, "one \u2013 two", 0.0),
+    ("count:words_japanese", {"N": 2}, "one \u2014 \u732b two \u72ac", 1.0),
+    ("words:consonants", {}, "Bright stars \u2014 glint", 1.0),
+    ("words:prime_lengths", {}, "We see \u2014 three", 1.0),
+    ("words:alphabet", {}, "Young zebras \u2013 always bathe.", 1.0),
+    ("sentence:increment", {"small_n": 1}, "It is. It \u2013 is so.", 1.0),
 ]
 """Marks alone are no words, here where the published program still counts them."""
 
 
-@pytest.mark.parametrize(("name", "kwargs", "response", "reward"), [*REPAIRED, *MARKS])
+AS_NLTK: list[tuple[str, dict[str, Any], str, float]] = [
+    ("sentence:keyword", {"word": "rain", "N": 2}, "**One.** Rain fell.", 1.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "Ask Gen Z. They like rain.", 1.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "By J. Rain. So.", 0.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "In the U.S. Rain fell.", 0.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "See main.c. Rain fell.", 1.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "He said no. Rain fell.", 1.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "See No. 5. Rain fell.", 1.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, '"So..." he said. Rain fell.', 1.0),
+    ("sentence:keyword", {"word": "rain", "N": 2}, "\u201cSo.\u201d Rain fell.", 1.0),
+    ("format:emoji", {}, 'He said "so." \U0001f914\n"Yes." \U0001f512', 1.0),
+    ("format:emoji", {}, "Yes. \U0001fa77 No. \U0001f1e9\U0001f1ea", 1.0),
+    ("format:emoji", {}, "Yes \u2605.", 0.0),
+    ("format:title_case", {}, "Wait\u2026what Now", 1.0),
+    ("format:title_case", {}, "The Party's Name", 1.0),
+    ("ratio:overlap", {"reference_text": "a b c d", "percentage": 0}, "-a b c", 1.0),
+    ("ratio:overlap", {"reference_text": "a b c d", "percentage": 100}, "a b c", 1.0),
+    ("words:last_first", {}, "R'ain ra,in. Rain fell.", 0.0),
+    ("custom:csv_quotes", {}, GRADES.replace("art", "fine\nart"), 1.0),
+    ("custom:csv_quotes", {}, GRADES.replace('Subject"', 'Subject" '), 0.0),
+    ("custom:csv_quotes", {}, GRADES.replace("\n", "\n\n"), 0.0),
+]
+"""Verdicts of the published program that rules without NLTK's data reproduce."""
+
+
+RIGHT: list[tuple[str, dict[str, Any], str, float]] = [
+    ("ratio:sentence_type", {}, 'He said "so." It is. "Is it?"', 1.0),
+    ("ratio:sentence_type", {}, "This is so. That is so. **Is it?**:", 1.0),
+    ("ratio:sentence_type", {}, "no", 0.0),
+    ("ratio:sentence_balance", {}, "no", 0.0),
+    ("ratio:sentence_balance", {}, "It is. ? It is!", 0.0),
+    ("format:sub-bullets", {}, "one - two", 0.0),
+    ("format:title_case", {}, "-the *Sun", 0.0),
+    ("words:last_first", {}, "He saw rain. Rain.", 1.0),
+    ("words:last_first", {}, "He saw rain. Rain, as ever.", 1.0),
+    ("words:words_position", {"keyword": "so"}, "It so - so- it", 1.0),
+    ("count:pronouns", {"N": 2}, "-she, it\u2026", 1.0),
+]
+"""Verdicts by an instruction's words that the published program does not give."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "response", "reward"), [*REPAIRED, *MARKS, *AS_NLTK, *RIGHT]
+)
 def test_instruction_follows_the_repaired_program(
     name: str, kwargs: dict[str, Any], response: str, reward: float
 ) -> None:
@@ -261,7 +310,9 @@ def test_all_58_instructions_are_covered() -> None:
     assert len(covered) == 58
 
 
-@pytest.mark.parametrize("response", ["...", "?!", "_ _", '"', "\n\n\n", "((((((", "\u00e9", "1"])
+@pytest.mark.parametrize(
+    "response", ["...", "?!", "_ _", "So. _. It", '"', "\n\n\n", "((((((", "\u00e9", "1"]
+)
 def test_unusual_responses_are_scored_without_errors(response: str) -> None:
     assert {follow(response, name, kwargs) for name, kwargs, *_ in CASES} <= {0.0, 1.0}
 
