@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from relax_events.packages.verifiers.ifbench_words import read_words
 from relax_events.packages.verifiers.ifeval import ifeval
-from relax_events.packages.verifiers.ifeval_instructions import read_tokens
+from relax_events.packages.verifiers.ifeval_instructions import read_tokens, split_sentences
 
 pytestmark = pytest.mark.property
 NAMES = ["alpha", "beta", "gamma", "delta", "well-known", "and/or", "1,000", "3.14", "10:30"]
@@ -90,3 +90,33 @@ def test_a_first_word_may_be_several_words() -> None:
     assert follows(name, "One.\n\n\n\nLast but not least.", **kwargs)
     assert not follows(name, "One.\n\nLast not least.", **kwargs)
     assert not follows(name, "Last but one.\n\nOne.", **kwargs)
+
+
+ENDS = st.sampled_from(".?!")
+STYLES = st.sampled_from(
+    ["{}{}"] * 3 + ["**{}{}**", '"{}{}"', "({}{})", "\u201c{}{}\u201d", "*{}{}* ", "**({}{})**"]
+)
+BODIES = st.sampled_from(
+    [
+        "Then alpha met Dr. Smith",
+        "In the U.S. alpha costs 3.50",
+        "After No. 5 and Fig. 2 it is over",
+        "So... alpha is old",
+        "On alpha.com, e.g. at 5 p.m. on Oct. 3",
+        "We asked Gen Z",
+        "They said no",
+    ]
+)
+
+
+@given(st.lists(st.tuples(STYLES, BODIES, ENDS), min_size=1, max_size=6), st.sampled_from(" \n"))
+def test_sentences_end_behind_what_closes_them(
+    pieces: list[tuple[str, str, str]], blank: str
+) -> None:
+    """Emphasis, quotation marks and brackets around a sentence change no count and no kind."""
+    sentences = [style.format(body, end).strip() for style, body, end in pieces]
+    response = blank.join(sentences)
+    assert split_sentences(response) == sentences
+    kinds = [sum(end == kind for *_, end in pieces) for kind in ".?!"]
+    assert follows("ratio:sentence_type", response) == (kinds[0] == 2 * kinds[1] > 0)
+    assert follows("ratio:sentence_balance", response) == (kinds[0] == kinds[1] == kinds[2])

@@ -15,6 +15,7 @@ from datetime import date
 from itertools import pairwise
 
 from relax_events.packages.verifiers.ifbench_words import (
+    ATTACHED_MARKS,
     EDGES,
     NO_PUNCTUATION,
     bare_words,
@@ -26,7 +27,6 @@ from relax_events.packages.verifiers.ifeval_instructions import (
 )
 
 CLOSING = {")": "(", "]": "[", "}": "{"}
-ATTACHED_MARKS = r"-/\|+=~^_…"
 MIN_BRACKETS, MIN_QUOTES = 5, 3
 MIN_AFRICAN_COUNTRIES = 52
 NAPOLEON_YEARS = range(1769, 1822)

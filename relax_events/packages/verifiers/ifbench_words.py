@@ -34,6 +34,7 @@ from relax_events.packages.verifiers.ifeval_instructions import (
 
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 EDGES = string.punctuation + " "
+ATTACHED_MARKS = r"-/\|+=~^_…"
 CLOSING_EDGES = "".join(mark for mark in EDGES if mark not in ".?!") + "\u201d\u2019\u00bb"
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = frozenset(
@@ -305,7 +306,14 @@ def _num_alliterating(sentence: str) -> int:
     return sum(same) + sum(here and not before for before, here in pairwise([False, *same]))
 
 
-VERB_TAG = "VB"
+VERB_TAG, NOUN_TAGS, DETERMINER_TAGS = "VB", (["NN"], ["JJ"]), (["DT"], ["PRP$"])
+ADVERBIALS = frozenset(
+    (  # noqa: SIM905 a word a line would be a page
+        "yesterday today tomorrow tonight monday tuesday wednesday thursday friday saturday sunday "
+        "first second third last next half such much many overall sure true okay"
+    ).split()
+)
+"""Words tagged as a noun or an adjective that an article may follow."""
 
 
 def import_package(name: str, instruction_name: str) -> Any:
@@ -342,19 +350,22 @@ def words_odd_even_syllables(response: str) -> bool:
 
 @instruction("words:start_verb")
 def words_start_verb(response: str) -> bool:
-    """Its first word is a verb, as it stands or in lowercase; marks before it do not count."""
-    words = next(
-        (
-            tokens
-            for sentence in split_sentences(response)
-            if (tokens := [token for token in read_tokens(sentence) if token[0].isalnum()])
-        ),
-        [],
-    )
+    """Its first word is a verb, as it stands or in lowercase; marks before it do not count.
+
+    A word that may be a noun is a verb before an article or a possessive: "List the houses".
+    """
+    sentences = split_sentences(response)
+    tokens = [token.lstrip(ATTACHED_MARKS) for token in read_tokens("".join(sentences[:1]))]
+    words = [token for token in tokens if token[:1].isalnum()]
     if not words:
         return False
     texts = (" ".join(words), " ".join([words[0].lower(), *words[1:]]))
-    return any(tags and tags[0][1].startswith(VERB_TAG) for tags in map(_tagger().tag, texts))
+    tags = [[tag for _, tag in _tagger().tag(text)] for text in texts]
+    return any(tag[:1] and tag[0].startswith(VERB_TAG) for tag in tags) or (
+        words[0].lower() not in ADVERBIALS
+        and tags[1][:1] in NOUN_TAGS
+        and tags[1][1:2] in DETERMINER_TAGS
+    )
 
 
 @lru_cache(maxsize=1)

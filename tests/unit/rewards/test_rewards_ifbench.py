@@ -172,6 +172,8 @@ ENGLISH_CASES = [
     ("syllapy", "words:odd_even_syllables", "The sunshine may regret", "The small cat"),
     ("textblob", "words:start_verb", "Write it down.", "The cat writes."),
     ("textblob", "words:start_verb", "**Discover** the world.", "Green apples grow."),
+    ("textblob", "words:start_verb", "List the oldest houses.", "Yesterday the house fell."),
+    ("textblob", "words:start_verb", "-Open your book.", "Music I love is old."),
 ]
 
 
