@@ -244,10 +244,15 @@ class ServerLifecycle:
             await self._group.send(tensors, name=served.name, flush_cache=flush_cache)
 
     async def _infer_checksums(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
-        self._checksums, unverified = WeightChecksums.infer(
-            await self._client.checksums(), tensors, dtype=dtype
+        reported = await self._client.checksums()
+        self._checksums, unverified = await asyncio.to_thread(
+            WeightChecksums.infer, reported, tensors, dtype=dtype
         )
-        self._expected = self._checksums.compute(tensors)
+        self._expected = {
+            name: digest
+            for name, digest in name_by_rank(reported).items()
+            if name in self._checksums.names
+        }
         if unverified and self._config.on_unverified_weights == "refuse":
             raise ConfigError(
                 f"the server's checksums can't be verified for {len(unverified)} tensors, such as "

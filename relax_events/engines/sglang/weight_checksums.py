@@ -1,26 +1,33 @@
 """Verify that a server has loaded the right weights: compare its checksums with expected ones.
 
-A server reports a digest of each of its tensors. Each is a concatenation of checkpoint tensors (the
-projections of attention, all experts of a layer, the padded vocabulary), followed by zeros. Of
-several ranks each has a part: whole tensors, or a slice of rows or columns. The parts of a tensor
-are guessed from its name. A guess is confirmed if it reproduces the server's digest of the weights
-that it was started on.
+A server reports a digest of each of its tensors, and hashes those on a GPU differently. Each is a
+concatenation of checkpoint tensors (projections of attention, all experts of a layer, the padded
+vocabulary), followed by zeros. Of several ranks each has a part: whole tensors, or a slice of rows
+or columns. The parts of a tensor are guessed from its name. A guess is confirmed if it reproduces
+the server's digest of the weights that it was started on.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import torch
 from torch import Tensor
 
+from relax_events.engines.sglang.gpu_digest import GpuDigest
 from relax_events.weights.tensor_files import raw_bytes
 
 NUM_DIGITS = 16
-"""A server reports this many hexadecimal digits of a tensor's SHA-256."""
+"""A server reports this many hexadecimal digits of the SHA-256 of a tensor on a CPU."""
+BLOCK_BYTES = 1 << 24
+"""Bytes of a tensor that are converted to the server's dtype at a time, as whole rows."""
+MAX_THREADS = 8
+"""Tensors that are hashed at a time."""
 VOCABULARY_BLOCK = 64
 """A server pads the rows of its vocabulary to a multiple of this."""
 FUSED_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -61,17 +68,47 @@ class TensorRecipe:
 
     parts: tuple[Part, ...]
     num_zero_rows: int = 0
+    is_on_gpu: bool = False
 
     def digest(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> str:
         """Compute the checksum that a server reports for the tensor."""
-        digest = sha256()
+        digest = GpuDigest() if self.is_on_gpu else sha256()
         for part in self.parts:
-            tensor = part.take(tensors).to(dtype)
-            digest.update(raw_bytes(tensor))
+            for rows in _split_rows(part.take(tensors)):
+                digest.update(raw_bytes(rows.to(dtype)))
             if self.num_zero_rows:
                 row = tensors[part.name][0].to(dtype)
                 digest.update(bytes(self.num_zero_rows * row.nbytes))
         return digest.hexdigest()[:NUM_DIGITS]
+
+
+@dataclass(slots=True)
+class RecipeSearch:
+    """Searches the recipes of a server's tensors; used by several threads.
+
+    Attributes:
+        tensors: The checkpoint that the server holds.
+        dtype: Dtype of the server's tensors.
+        num_ranks: Of the server.
+        is_on_gpu: Where the last explained tensor lies; the others are probably there too.
+    """
+
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype
+    num_ranks: int
+    is_on_gpu: bool = False
+
+    def find(self, name: str, digest: str) -> TensorRecipe | None:
+        """Return the recipe that reproduces a digest of the server; None if there is none."""
+        rank, own_name = _split_name(name)
+        for is_on_gpu in (self.is_on_gpu, not self.is_on_gpu):
+            for whole in _candidates(own_name, self.tensors):
+                for recipe in _of_rank(whole, self.tensors, rank=rank, num_ranks=self.num_ranks):
+                    placed = replace(recipe, is_on_gpu=is_on_gpu)
+                    if placed.digest(self.tensors, dtype=self.dtype) == digest:
+                        self.is_on_gpu = is_on_gpu
+                        return placed
+        return None
 
 
 class WeightChecksums:
@@ -79,6 +116,11 @@ class WeightChecksums:
 
     def __init__(self, recipes: Mapping[str, TensorRecipe], *, dtype: torch.dtype) -> None:
         self._recipes, self._dtype = recipes, dtype
+
+    @property
+    def names(self) -> Collection[str]:
+        """The server's names of the tensors whose checksums can be computed."""
+        return self._recipes.keys()
 
     @classmethod
     def infer(
@@ -98,19 +140,12 @@ class WeightChecksums:
             The inferred recipes, and the unverified names: server tensors that no recipe
             reproduces, and checkpoint tensors in none of them.
         """
-        recipes: dict[str, TensorRecipe] = {}
         named = name_by_rank(checksums)
         weights = {name: value for name, value in named.items() if not NO_WEIGHTS.search(name)}
-        for name, digest in weights.items():
-            rank, own_name = _split_name(name)
-            matching = (
-                recipe
-                for whole in _candidates(own_name, tensors)
-                for recipe in _of_rank(whole, tensors, rank=rank, num_ranks=len(checksums))
-                if recipe.digest(tensors, dtype=dtype) == digest
-            )
-            if (recipe := next(matching, None)) is not None:
-                recipes[name] = recipe
+        search = RecipeSearch(tensors, dtype, len(checksums))
+        with _open_pool() as pool:
+            matches = pool.map(search.find, weights, weights.values())
+            recipes = {name: one for name, one in zip(weights, matches, strict=True) if one}
         used = {part.name for recipe in recipes.values() for part in recipe.parts}
         return cls(recipes, dtype=dtype), sorted(
             (weights.keys() - recipes.keys()) | (tensors.keys() - used)
@@ -118,10 +153,22 @@ class WeightChecksums:
 
     def compute(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Return the checksums of a server that holds these weights, by the server's names."""
-        return {
-            name: recipe.digest(tensors, dtype=self._dtype)
-            for name, recipe in self._recipes.items()
-        }
+        with _open_pool() as pool:
+            digests = pool.map(
+                lambda recipe: recipe.digest(tensors, dtype=self._dtype), self._recipes.values()
+            )
+            return dict(zip(self._recipes, digests, strict=True))
+
+
+def _open_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _split_rows(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield a tensor in blocks of whole rows."""
+    rows = torch.atleast_1d(tensor)
+    row_bytes = rows[:1].nbytes
+    yield from rows.split(max(1, BLOCK_BYTES // max(1, row_bytes)))
 
 
 def _candidates(name: str, tensors: Mapping[str, Tensor]) -> Iterator[TensorRecipe]:

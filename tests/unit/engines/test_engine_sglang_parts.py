@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections.abc import Mapping
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -33,7 +31,6 @@ from relax_events.engines.sglang.engine import servers
 from relax_events.engines.sglang.inflight import InflightRequest, UnknownVersion
 from relax_events.engines.sglang.patches import model as model_intake
 from relax_events.engines.sglang.patches import plugin
-from relax_events.engines.sglang.weight_checksums import WeightChecksums, name_by_rank
 from relax_events.engines.sglang.weight_group import split_into_buckets
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.events.parts import VersionSegment
@@ -177,110 +174,6 @@ def test_tensor_with_a_non_finite_value_is_named() -> None:
     assert find_non_finite({"a": tensors["a"], "n": tensors["n"]}) is None
 
 
-def checksum(*parts: torch.Tensor) -> str:
-    """Hash as a server on a CPU does: the whole tensor's bytes, 16 digits."""
-    return sha256(torch.cat([part.reshape(-1) for part in parts]).numpy().tobytes()).hexdigest()[
-        :16
-    ]
-
-
-def server_tensors(family: str, own: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Put a tiny model's tensors together by hand, as SGLang's modules are built, and hash them."""
-    rows, width = own["model.embed_tokens.weight"].shape
-    padding = torch.zeros(-rows % 64, width)
-    sums = {
-        name: checksum(own[name], padding)
-        for name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
-    sums["model.norm.weight"] = checksum(own["model.norm.weight"])
-    for layer in ("model.layers.0", "model.layers.1"):
-        attention = [own[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"]
-        sums[f"{layer}.self_attn.qkv_proj.weight"] = checksum(*attention)
-        same = [
-            "self_attn.o_proj",
-            "self_attn.q_norm",
-            "self_attn.k_norm",
-            "input_layernorm",
-            "post_attention_layernorm",
-        ]
-        same += ["mlp.gate"] if family == "qwen3_moe" else ["mlp.down_proj"]
-        sums |= {f"{layer}.{name}.weight": checksum(own[f"{layer}.{name}.weight"]) for name in same}
-        if family == "qwen3_moe":
-            experts = [f"{layer}.mlp.experts.{number}" for number in range(8)]
-            both = [
-                own[f"{expert}.{part}_proj.weight"] for expert in experts for part in ("gate", "up")
-            ]
-            sums[f"{layer}.mlp.experts.w13_weight"] = checksum(*both)
-            sums[f"{layer}.mlp.experts.w2_weight"] = checksum(
-                *(own[f"{expert}.down_proj.weight"] for expert in experts)
-            )
-        else:
-            sums[f"{layer}.mlp.gate_up_proj.weight"] = checksum(
-                own[f"{layer}.mlp.gate_proj.weight"], own[f"{layer}.mlp.up_proj.weight"]
-            )
-    return sums
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_server_checksums_of_every_tensor_can_be_predicted(family: str) -> None:
-    own, other = (
-        ModelFolder.read(tiny_model(family)).tensors(),
-        ModelFolder.read(tiny_model(family, seed=9)).tensors(),
-    )
-    checksums, unverified = WeightChecksums.infer(
-        [server_tensors(family, own)], own, dtype=torch.float32
-    )
-    assert unverified == []
-    assert checksums.compute(other) == server_tensors(family, other)
-
-
-def rank_tensors(own: Mapping[str, torch.Tensor], *, rank: int, of: int) -> dict[str, str]:
-    """Return the checksums of a rank of a dense model whose weights several share."""
-
-    def rows(name: str, *, parts: int = of) -> torch.Tensor:
-        return own[name].chunk(parts)[rank * parts // of]
-
-    def columns(name: str) -> torch.Tensor:
-        return own[name].chunk(of, dim=1)[rank].contiguous()
-
-    vocabulary = own["model.embed_tokens.weight"]
-    padded = torch.nn.functional.pad(vocabulary, (0, 0, 0, -len(vocabulary) % 64))
-    sums = {
-        "model.embed_tokens.weight": checksum(padded.chunk(of)[rank]),
-        "model.norm.weight": checksum(own["model.norm.weight"]),
-    }
-    if "lm_head.weight" in own:
-        head = own["lm_head.weight"]
-        padded = torch.nn.functional.pad(head, (0, 0, 0, -len(head) % 64))
-        sums["lm_head.weight"] = checksum(padded.chunk(of)[rank])
-    for layer in ("model.layers.0", "model.layers.1"):
-        attention = f"{layer}.self_attn"
-        # keys and values have two heads: with four ranks each pair of them has the same one
-        sums[f"{attention}.qkv_proj.weight"] = checksum(
-            rows(f"{attention}.q_proj.weight"),
-            *(rows(f"{attention}.{part}_proj.weight", parts=min(of, 2)) for part in "kv"),
-        )
-        sums[f"{layer}.mlp.gate_up_proj.weight"] = checksum(
-            rows(f"{layer}.mlp.gate_proj.weight"), rows(f"{layer}.mlp.up_proj.weight")
-        )
-        for name in (f"{attention}.o_proj.weight", f"{layer}.mlp.down_proj.weight"):
-            sums[name] = checksum(columns(name))
-        for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm",
-                     "post_attention_layernorm"):  # fmt: skip
-            sums[f"{layer}.{name}.weight"] = checksum(own[f"{layer}.{name}.weight"])
-    return sums
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_checksums_of_each_rank_can_be_predicted(num_ranks: int) -> None:
-    own, other = (ModelFolder.read(tiny_model(seed=seed)).tensors() for seed in (3, 9))
-    ranks = [rank_tensors(own, rank=rank, of=num_ranks) for rank in range(num_ranks)]
-    checksums, unverified = WeightChecksums.infer(ranks, own, dtype=torch.float32)
-    assert unverified == []
-    expected = [rank_tensors(other, rank=rank, of=num_ranks) for rank in range(num_ranks)]
-    assert checksums.compute(other) == name_by_rank(expected)
-
-
 def test_buckets_keep_all_experts_of_a_layer_together() -> None:
     own = ModelFolder.read(tiny_model("qwen3_moe")).tensors()
     names = sorted(own)
@@ -296,18 +189,6 @@ def test_buckets_keep_all_experts_of_a_layer_together() -> None:
         assert len(with_experts) == 1
     mixed = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(2), "c": torch.zeros(1)}
     assert list(split_into_buckets(mixed, max_bytes=100)) == [["b", "c", "a"]]
-
-
-def test_tensors_without_a_matching_checksum_stay_unverified() -> None:
-    own = ModelFolder.read(tiny_model()).tensors()
-    sums = server_tensors("qwen3", own)
-    sums["model.norm.weight"] = "0" * 16
-    del sums["model.layers.1.self_attn.qkv_proj.weight"]
-    _, unverified = WeightChecksums.infer([sums], own, dtype=torch.float32)
-    assert unverified == [
-        *(f"model.layers.1.self_attn.{part}_proj.weight" for part in "kqv"),
-        "model.norm.weight",
-    ]
 
 
 def admitted(num_top: int = 0) -> SampleState:

@@ -33,6 +33,14 @@ def test_every_recipe_names_its_devices() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_recipe_refuses_unverified_weights(name: str, tmp_path: Path) -> None:
+    overrides = write_models(read_recipe(name), tmp_path)
+    config = load_run_config(CONFIGS / f"{name}.toml", overrides, environment={})
+    sections = (config.engine.sglang, config.judge.engine.sglang)
+    assert {section.on_unverified_weights for section in sections} == {"refuse"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_recipe_is_placed_on_its_devices_without_an_overlap(name: str, tmp_path: Path) -> None:
     overrides = write_models(read_recipe(name), tmp_path)
     config = load_run_config(CONFIGS / f"{name}.toml", overrides, environment={})
