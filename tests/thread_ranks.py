@@ -43,6 +43,10 @@ class ThreadRank(SingleRank):
         """Stack every rank's array."""
         return np.stack(self._swap(values))
 
+    def broadcast(self, data: bytes | None, *, source: int = 0) -> bytes:
+        """Return the bytes of the source rank."""
+        return self.all_gather_bytes(data or b"")[source]
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes."""
         return self._swap(data)

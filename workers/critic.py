@@ -27,7 +27,11 @@ from relax_events.runtime.worker import Worker
 from relax_events.topics.names import CRITIC_VALUES
 from relax_events.training.backend.factory import find_backend
 from relax_events.training.backend.protocol import Critic
-from relax_events.training.critic_learning import CriticLearner, open_critic_checkpoints
+from relax_events.training.critic_learning import (
+    CriticLearner,
+    open_critic_checkpoints,
+    read_smaller_steps,
+)
 from relax_events.training.critic_ranks import follow_leader
 from relax_events.training.distributed import open_ranks, wait_visibly
 from relax_events.training.ranks import Ranks
@@ -53,7 +57,13 @@ def run(config: RunConfig, *, index: int = 0) -> None:
                 return
             critic.on_progress(worker.lifecycle.record_progress)
             with open_critic_checkpoints(config, store, ranks) as checkpoints:
-                follow_leader(critic, checkpoints, ranks=ranks, lifecycle=worker.lifecycle)
+                follow_leader(
+                    critic,
+                    checkpoints,
+                    ranks=ranks,
+                    smaller=read_smaller_steps(store, ranks),
+                    lifecycle=worker.lifecycle,
+                )
 
 
 def lay_out_critic(config: RunConfig, num_ranks: int) -> Topology:

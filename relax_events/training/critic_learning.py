@@ -11,12 +11,16 @@ of the recorded samples.
 
 The critic's state is a function of the log and its start, so it commits nothing. A restarted critic
 loads its newest checkpoint and learns from the later steps again, bit for bit the same on the CPU.
+
+A step that runs out of memory is learned again in smaller passes, as the trainer trains it. The
+policy has trained it, so a prompt group with a path that does not fit alone can't end any more: the
+critic leaves it out, and reports it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Self
@@ -27,11 +31,11 @@ from relax_events.config import RunConfig
 from relax_events.deadline import Deadline
 from relax_events.errors import (
     BrokerUnavailable,
-    PoisonSample,
+    OutOfMemory,
     RunFailed,
     StepNotFinite,
 )
-from relax_events.events.types import MetricsReported, TrainStepCommitted
+from relax_events.events.types import MetricsReported, SampleReady, TrainStepCommitted
 from relax_events.kafka.log_reader import LogReader
 from relax_events.objects import ObjectStore
 from relax_events.runtime.failpoints import failpoint
@@ -41,7 +45,8 @@ from relax_events.runtime.worker import Worker
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import METRICS, TRAIN_STEPS, TRAINING_SAMPLES
 from relax_events.training.backend.protocol import Critic, ValueMetrics
-from relax_events.training.batch.packing import micro_batch_slices
+from relax_events.training.batch.batch_opener import BatchOpener
+from relax_events.training.batch.paths import longest_path
 from relax_events.training.batch.row_layout import read_array
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.critic_checkpoints import (
@@ -54,6 +59,7 @@ from relax_events.training.ranks import Ranks, SingleRank
 from relax_events.training.replay.parent_steps import ReplaySource
 from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
 from relax_events.training.replay.relabel import AdvantageRelabeller
+from relax_events.training.smaller_steps import SmallerSteps
 
 log = structlog.get_logger()
 POLL_SECONDS = 0.5
@@ -68,6 +74,13 @@ def open_critic_checkpoints(config: RunConfig, store: ObjectStore, ranks: Ranks)
     """Open the checkpoints of a critic, on each rank that holds it."""
     keep = config.trainer.keep_checkpoints
     return Checkpoints(store, ranks=ranks, keep=keep, folder=FOLDER)
+
+
+def read_smaller_steps(store: ObjectStore, ranks: Ranks) -> SmallerSteps:
+    """Read which steps of a critic ran out of memory; collective, on each rank that holds it."""
+    smaller = SmallerSteps(store, ranks, folder=FOLDER)
+    smaller.read(0)
+    return smaller
 
 
 class CriticLearner:
@@ -94,13 +107,23 @@ class CriticLearner:
         """
         self._worker, ranks = worker, ranks or SingleRank()
         self._checkpoints = open_critic_checkpoints(worker.config, store, ranks)
+        self._smaller = read_smaller_steps(store, ranks)
         self.critic = LeadingCritic(
             critic,
             self._checkpoints,
             ranks=ranks,
+            smaller=self._smaller,
             timeout_seconds=worker.config.trainer.collective_timeout_seconds,
         )
         self.critic.on_progress(worker.lifecycle.record_progress)
+        self._opener = BatchOpener(
+            worker.config,
+            SingleRank(),  # rank 0 alone reads the log
+            self._accumulate,
+            self.critic.discard,
+            self.critic.set_max_cells,
+            self._smaller,
+        )
         self._checkpoint_begun = time.monotonic()
         self._consumed: dict[int, int] = {}
         self._consecutive_skips = 0
@@ -218,31 +241,60 @@ class CriticLearner:
         """Train on a step's samples, in recorded order and split by the critic's budget, so that
         the result is deterministic.
         """
-        started, samples = time.monotonic(), [placed.sample for placed in batch.samples]
-        lengths = [len(read_array(sample, "tokens")) for sample in samples]
-        try:
-            for part in micro_batch_slices(
-                lengths, max_tokens=self._worker.config.trainer.max_tokens_per_micro_batch
-            ):
-                with self._worker.lifecycle.piece("train a micro-batch"):
-                    self.critic.accumulate(samples[part])
-                self._worker.lifecycle.tick(working=True)
-        except PoisonSample as error:
-            raise RunFailed(
-                f"the critic can't learn from train step {batch.step.train_step}: {error}; "
-                "was it made under another run file?"
-            ) from error
-        metrics = self._update()
+        started = time.monotonic()
+        too_large = self._train(batch)
+        samples = [
+            placed.sample
+            for placed in batch.samples
+            if placed.sample.prompt_group_id not in too_large
+        ]
+        metrics = None
+        if samples:
+            metrics = self._update()
+        else:
+            self.critic.skip_step()
         failpoint("critic.learning")
         for at in (
             at for at in batch.step.consumed if TopicPlan.parse_entity(at.topic) == TRAINING_SAMPLES
         ):
             self._consumed[at.partition] = max(at.offset, self._consumed.get(at.partition, 0))
-        if metrics is not None:
-            self._report(metrics)
+        self._report(metrics, num_too_large=len(too_large))
         self._save_checkpoint(batch.step)
-        self._worker.metrics.count_tokens(sum(lengths))
+        self._worker.metrics.count_tokens(
+            sum(len(read_array(sample, "tokens")) for sample in samples)
+        )
         self._worker.lifecycle.record_processed(len(samples), started)
+
+    def _train(self, batch: RecordedBatch) -> set[str]:
+        """Train on a step's samples up to its update; return the prompt groups that are left out
+        because a path of theirs does not fit the device alone.
+
+        Raises:
+            RunFailed: A sample can't be learned from.
+        """
+        version = self.critic.policy_version
+        bounds, trained = self._smaller.bounds(version), self._opener.streamed(version)
+        too_large: dict[str, str] = {}
+        for placed in batch.samples:
+            if problem := bounds.describe_too_long(longest_path(placed.sample)):
+                too_large.setdefault(placed.sample.prompt_group_id, problem)
+        trained.feed([one for one in batch.samples if one.sample.prompt_group_id not in too_large])
+        trained.flush()
+        for refused in trained.pop_untrainable():
+            if not isinstance(refused.error, OutOfMemory):
+                raise RunFailed(
+                    f"the critic can't learn from train step {batch.step.train_step}: "
+                    f"{refused.error}; was it made under another run file?"
+                ) from refused.error
+            too_large[refused.prompt_group_id] = str(refused.error)
+        for group_id, problem in too_large.items():
+            log.error("critic_step.group_left_out", prompt_group_id=group_id, error=problem)
+        return set(too_large)
+
+    def _accumulate(self, samples: Sequence[SampleReady]) -> None:
+        with self._worker.lifecycle.piece("train a micro-batch"):
+            self.critic.accumulate(samples)
+        self._worker.lifecycle.tick(working=True)
 
     def _update(self) -> ValueMetrics | None:
         """Update the critic and return its metrics; None where loss or gradient is not finite and
@@ -266,26 +318,31 @@ class CriticLearner:
         self._consecutive_skips = 0
         return metrics
 
-    def _report(self, metrics: ValueMetrics) -> None:
+    def _report(self, metrics: ValueMetrics | None, *, num_too_large: int) -> None:
+        """Report a step; without `metrics`, the prompt groups that were left out alone."""
+        if metrics is None and not num_too_large:
+            return
         worker, version = self._worker, self.critic.policy_version
         lag = max(worker.control.policy_version - version, 0)
         worker.heartbeat.set_policy_version(version)
-        worker.metrics.critic.set(
-            value_loss=metrics.value_loss,
-            explained_variance=metrics.explained_variance,
-            version_lag=lag,
-        )
-        values = {**asdict(metrics), "critic_version_lag": float(lag)}
+        values = {"critic_prompt_groups_too_large": float(num_too_large)}
+        if metrics is not None:
+            worker.metrics.critic.set(
+                value_loss=metrics.value_loss,
+                explained_variance=metrics.explained_variance,
+                version_lag=lag,
+            )
+            values |= {**asdict(metrics), "critic_version_lag": float(lag)}
+            log.info(
+                "critic_step.learned",
+                train_step=version - 1,
+                **{name: round(value, 6) for name, value in values.items()},
+            )
         event = MetricsReported(
             worker_id=worker.worker_id, role=worker.role, policy_version=version, values=values
         )
         worker.records.producer.send(
             worker.records.build(METRICS[worker.role], event, key=worker.worker_id)
-        )
-        log.info(
-            "critic_step.learned",
-            train_step=version - 1,
-            **{name: round(value, 6) for name, value in values.items()},
         )
 
     def _save_checkpoint(self, step: TrainStepCommitted) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from relax_events.errors import PoisonSample, StepNotFinite
+from relax_events.errors import OutOfMemory, PoisonSample, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.sample_columns import split_samples
@@ -32,6 +32,7 @@ from relax_events.training.backend.protocol import Critic, ValueMetrics
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.ranks import Ranks
+from relax_events.training.smaller_steps import SmallerSteps
 
 CALLS_PER_DEADLINE = 4
 """So often at least rank 0 calls within a collective's deadline."""
@@ -55,6 +56,8 @@ class Call(IntEnum):
     POLL = 6
     LOAD = 7
     END = 8
+    DISCARD = 9
+    SET_MAX_CELLS = 10
 
 
 class ProgressReport(Protocol):
@@ -76,7 +79,13 @@ class LeadingCritic:
     """
 
     def __init__(
-        self, critic: Critic, checkpoints: Checkpoints, *, ranks: Ranks, timeout_seconds: float
+        self,
+        critic: Critic,
+        checkpoints: Checkpoints,
+        *,
+        ranks: Ranks,
+        smaller: SmallerSteps,
+        timeout_seconds: float,
     ) -> None:
         """Lead the ranks, which wait in `follow_leader`.
 
@@ -84,9 +93,11 @@ class LeadingCritic:
             critic: Rank 0's part.
             checkpoints: Of all ranks.
             ranks: This process and its peers.
+            smaller: Where a step is bounded that runs out of memory.
             timeout_seconds: Deadline of a collective.
         """
         self._critic, self._checkpoints, self._ranks = critic, checkpoints, ranks
+        self._smaller = smaller
         self._wait_seconds = timeout_seconds / CALLS_PER_DEADLINE
         self._called_at = time.monotonic()
         self._codec = EventCodec()
@@ -125,7 +136,18 @@ class LeadingCritic:
     def step(self) -> ValueMetrics:
         """Normalise, clip, update; see `Critic`."""
         self._call(Call.STEP)
-        return self._critic.step()
+        return _step(self._critic, self._smaller)
+
+    def discard(self) -> None:
+        """Discard what was accumulated; see `Critic`."""
+        self._call(Call.DISCARD)
+        self._critic.discard()
+
+    def set_max_cells(self, max_cells: int) -> None:
+        """Set the budget of a pass from here on; see `Critic`."""
+        if max_cells != self._critic.max_cells:
+            self._call(Call.SET_MAX_CELLS, LENGTH.pack(max_cells))
+            self._critic.max_cells = max_cells
 
     def skip_step(self) -> None:
         """Increment the version without an update; see `Critic`."""
@@ -172,7 +194,12 @@ class LeadingCritic:
 
 
 def follow_leader(
-    critic: Critic, checkpoints: Checkpoints, *, ranks: Ranks, lifecycle: ProgressReport
+    critic: Critic,
+    checkpoints: Checkpoints,
+    *,
+    ranks: Ranks,
+    smaller: SmallerSteps,
+    lifecycle: ProgressReport,
 ) -> None:
     """Make the calls that rank 0 announces, until the last one.
 
@@ -180,11 +207,13 @@ def follow_leader(
         critic: This rank's part.
         checkpoints: Of all ranks.
         ranks: This process and its peers.
+        smaller: Where a step is bounded that runs out of memory.
         lifecycle: Of this process.
     Raises:
         RankLost: Rank 0 has died, or is behind.
+        OutOfMemory: A pass of this rank's part did not fit the device.
     """
-    follower = _Follower(critic, checkpoints)
+    follower = _Follower(critic, checkpoints, smaller)
     while True:
         message = ranks.broadcast(None)
         call, content = Call(message[0]), memoryview(message)[1:]
@@ -200,8 +229,8 @@ def follow_leader(
 class _Follower:
     """Makes the calls of rank 0."""
 
-    def __init__(self, critic: Critic, checkpoints: Checkpoints) -> None:
-        self._critic, self._checkpoints = critic, checkpoints
+    def __init__(self, critic: Critic, checkpoints: Checkpoints, smaller: SmallerSteps) -> None:
+        self._critic, self._checkpoints, self._smaller = critic, checkpoints, smaller
         self._codec = EventCodec()
         self._pending: PendingCheckpoint | None = None
 
@@ -212,7 +241,11 @@ class _Follower:
             case Call.ACCUMULATE:
                 critic.accumulate(list(_decode(self._codec, content)))
             case Call.STEP:
-                critic.step()
+                _step(critic, self._smaller)
+            case Call.DISCARD:
+                critic.discard()
+            case Call.SET_MAX_CELLS:
+                (critic.max_cells,) = LENGTH.unpack(content)
             case Call.SKIP_STEP:
                 critic.skip_step()
             case Call.SCORE:
@@ -236,6 +269,17 @@ def _decode(codec: EventCodec, content: memoryview) -> Iterator[Any]:
         at += LENGTH.size
         yield from split_samples(codec.decode(bytes(content[at : at + num_bytes])))
         at += num_bytes
+
+
+def _step(critic: Critic, smaller: SmallerSteps) -> ValueMetrics:
+    """Take a step. Where it runs out of memory other ranks wait, or the weights have moved: the
+    next process trains it in smaller passes.
+    """
+    try:
+        return critic.step()
+    except OutOfMemory as error:
+        smaller.write(critic.policy_version, error, budget=critic.max_cells)
+        raise
 
 
 def _load(critic: Critic, checkpoints: Checkpoints, reference: CheckpointRef) -> bool:

@@ -3,7 +3,7 @@ next process trains the step in smaller passes, or without what fits in none.
 
 Other ranks wait in a collective then, or the weights have moved, so that the process can't
 continue. The object lies in the folder of checkpoints of the step's version, and is deleted with
-them.
+them. The critic's steps have objects of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from relax_events.objects import ObjectStore
 from relax_events.training.ranks import Ranks
 
 log = structlog.get_logger()
+NAME = "out-of-memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +44,31 @@ class StepBounds:
 
 
 class SmallerSteps:
-    """The bounds of the steps that a trainer begins with."""
+    """The bounds of the steps that a trainer or critic begins with."""
 
-    def __init__(self, store: ObjectStore, ranks: Ranks) -> None:
+    def __init__(self, store: ObjectStore, ranks: Ranks, *, folder: str = "checkpoints/") -> None:
         """Know of none.
 
         Args:
             store: Of the run.
             ranks: This process and its peers.
+            folder: Of the checkpoints.
         """
-        self._store, self._ranks = store, ranks
+        self._store, self._ranks, self._folder = store, ranks, folder
         self._bounds: dict[int, StepBounds] = {}
 
     def read(self, first: int) -> None:
-        """Read the bounds of the first step, and of the next one: a step may have run out of memory
-        before the one before it was committed; collective.
+        """Read the bounds of all steps from the first one on: a step may have run out of memory
+        before the one before it was committed, or before the newest checkpoint; collective.
         """
-        for step in (first, first + 1):
-            key, data = _build_key(step), b""
-            if not self._ranks.rank and self._store.exists(key):
-                data = self._store.get_at(key)
-            if data := self._ranks.all_gather_bytes(data)[0]:
-                self._bounds[step] = StepBounds(**orjson.loads(data))
-                log.warning("step.bounded", train_step=step, **asdict(self._bounds[step]))
+        bounds: list[tuple[int, dict[str, int]]] = []
+        for key in () if self._ranks.rank else self._store.list(self._folder):
+            version, _, name = key.removeprefix(self._folder).partition("/")
+            if name == NAME and int(version) >= first:
+                bounds.append((int(version), orjson.loads(self._store.get_at(key))))
+        for step, values in orjson.loads(self._ranks.all_gather_bytes(orjson.dumps(bounds))[0]):
+            self._bounds[step] = StepBounds(**values)
+            log.warning("step.bounded", train_step=step, **values)
 
     def bounds(self, step: int) -> StepBounds:
         """Return the bounds of a step."""
@@ -86,9 +89,5 @@ class SmallerSteps:
         else:
             half = max(1, min(error.num_cells, budget) // 2)
             bounds = StepBounds(1 if bounds.max_cells else half, bounds.path_tokens)
-        self._store.put_at(_build_key(step), orjson.dumps(bounds))
+        self._store.put_at(f"{self._folder}{step:08d}/{NAME}", orjson.dumps(bounds))
         log.error("step.out_of_memory", train_step=step, error=str(error), **asdict(bounds))
-
-
-def _build_key(step: int) -> str:
-    return f"checkpoints/{step:08d}/out-of-memory"

@@ -3,13 +3,19 @@ passes, then path by path, then without paths that fit nowhere."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
 from thread_ranks import ThreadRank, run_ranks
 
 from relax_events.config.topology import Topology
-from relax_events.errors import OutOfMemory
+from relax_events.errors import OutOfMemory, RankLost
 from relax_events.objects import ObjectStore
+from relax_events.training.critic_learning import read_smaller_steps
+from relax_events.training.critic_ranks import LeadingCritic, follow_leader
 from relax_events.training.ranks import SingleRank
 from relax_events.training.smaller_steps import SmallerSteps, StepBounds
 
@@ -78,3 +84,65 @@ def test_every_rank_has_the_bounds_that_one_wrote(tmp_path: Path) -> None:
         return steps.bounds(3)
 
     assert run_ranks(topology, read) == [StepBounds(400, 500)] * 2
+
+
+class FullCritic:
+    """One rank's part of a critic, which rank 1 has no memory for."""
+
+    def __init__(self, rank: int) -> None:
+        self.policy_version, self.max_cells = 5, BUDGET
+        self._rank, self.num_discarded = rank, 0
+
+    def on_progress(self, report_progress: Callable[[], None]) -> None:
+        """Report nothing."""
+
+    def discard(self) -> None:
+        """Count."""
+        self.num_discarded += 1
+
+    def step(self) -> None:
+        """Run out of memory on one rank; the other notices that it died."""
+        if self._rank:
+            raise out_of_memory(3, 700)
+        raise RankLost("rank 1 died")
+
+
+class Alive:
+    """Takes no note of anything."""
+
+    def tick(self, *, working: bool) -> None:
+        """Do nothing."""
+
+    def piece(self, name: str) -> nullcontext[None]:
+        """Return an empty context."""
+        return nullcontext()
+
+    transfer = piece
+
+
+def test_a_rank_of_a_critic_that_runs_out_of_memory_bounds_the_step_for_all(tmp_path: Path) -> None:
+    store = ObjectStore.open(tmp_path.as_uri())
+    seen: list[StepBounds] = []
+
+    def learn(rank: ThreadRank) -> tuple[int, int]:
+        critic: Any = FullCritic(rank.rank)
+        smaller = read_smaller_steps(store, rank)
+        seen.append(smaller.bounds(5))
+        checkpoints: Any = None
+        if rank.rank:
+            with pytest.raises(OutOfMemory):
+                follow_leader(critic, checkpoints, ranks=rank, smaller=smaller, lifecycle=Alive())
+        else:
+            leader = LeadingCritic(
+                critic, checkpoints, ranks=rank, smaller=smaller, timeout_seconds=60
+            )
+            leader.set_max_cells(smaller.bounds(5).max_cells or BUDGET)
+            leader.discard()
+            with pytest.raises(RankLost):
+                leader.step()
+        return critic.max_cells, critic.num_discarded
+
+    assert run_ranks(Topology.of(2), learn) == [(BUDGET, 1)] * 2
+    assert run_ranks(Topology.of(2), learn) == [(350, 1)] * 2
+    assert seen == [StepBounds(), StepBounds(), StepBounds(350), StepBounds(350)]
+    assert begin(store, 5).bounds(5) == StepBounds(), "the trainer's steps are others"

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from event_samples import changed, ready
 from written_run import CODEC, WrittenRun
 
 from relax_events.config import AlgorithmConfig, RunConfig
-from relax_events.errors import ConfigError, RunFailed, StepNotFinite
-from relax_events.events.parts import TopicOffset
+from relax_events.errors import ConfigError, OutOfMemory, RunFailed, StepNotFinite
+from relax_events.events.parts import TopicOffset, VersionSegment
 from relax_events.events.types import SampleReady, TrainStepCommitted
 from relax_events.kafka.admin import Admin
 from relax_events.objects import ObjectStore
@@ -26,6 +27,8 @@ from relax_events.packages.examples.tiny_models import make_tiny
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
 from relax_events.training.backend.torch_critic import TorchCritic
+from relax_events.training.backend.value_model import ValueModel
+from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.critic_learning import CriticLearner
 
 
@@ -223,3 +226,128 @@ def test_critic_rejects_a_train_step_whose_samples_have_no_values(
         learning(run, tmp_path),
     ):
         pass
+
+
+class Device:
+    """Has memory for passes of so many cells."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.max_cells, self.cells = 10_000, list[int]()
+        run = ValueModel.token_values
+
+        def run_on_device(model: ValueModel, batch: PackedBatch) -> torch.Tensor:
+            self.cells.append(batch.num_tokens)
+            if batch.num_tokens > self.max_cells:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(model, batch)
+
+        monkeypatch.setattr(ValueModel, "token_values", run_on_device)
+
+
+def read_logs(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the lines that were logged."""
+    return [orjson.loads(line) for line in capfd.readouterr().err.splitlines() if line[:1] == "{"]
+
+
+def long_step(run: WrittenRun, step: int) -> None:
+    """Write a step in which the third sample has a path of seven tokens."""
+    group_id, locations = f"{step:06d}-0000-0", []
+    names = [group_id, group_id, f"{step:06d}-0001-0", f"{step:06d}-0001-0"]
+    for number, name in enumerate(names):
+        sample = changed(
+            ready(name, number % 2, version=step, of=2),
+            values=np.array([0, 0, 0.5, number], np.float32),
+        )
+        if number == 2:
+            sample = changed(
+                sample,
+                **{
+                    field: np.concatenate(
+                        [getattr(sample, field), getattr(sample, field)[-1:].repeat(3)]
+                    )
+                    for field in ("tokens", "loss_mask", "rollout_logprobs", "advantages", "values")
+                },
+                version_segments=[VersionSegment(step, 5)],
+            )
+        run.write_sample("advantage.samples", sample)
+        topic_partition = (run.plan.topic("advantage.samples"), run.plan.partition(name, step))
+        locations.append((topic_partition[1], run.end_offset(topic_partition) - 1))
+    partitions, offsets = (np.array(column) for column in zip(*locations, strict=True))
+    run.commit(
+        step,
+        prompt_group_ids=sorted(set(names)),
+        sample_ids=[f"{name}/{number % 2}" for number, name in enumerate(names)],
+        partitions=partitions.astype(np.int32),
+        offsets=offsets.astype(np.int64),
+        ranks=np.zeros(4, np.int32),
+        micro_batches=np.zeros(4, np.int32),
+        weights_digest=bytes([step]) * 32,
+    )
+
+
+def test_a_step_that_does_not_fit_is_learned_in_smaller_passes(
+    run: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, learned = Device(monkeypatch), []
+    train_steps(run, 0, 2)
+    for max_cells in (10_000, 7):
+        device.max_cells = max_cells
+        with learning(run, tmp_path / f"{max_cells}") as (critic, _, _):
+            assert critic.policy_version == 2
+            learned.append(tensors(critic))
+    assert device.cells.count(8) == 4 + 2, "each step begins with the budget of the run file"
+    assert device.cells.count(4) == 2 * (4 + 4)
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(learned[1][name], tensor, rtol=0, atol=1e-6)
+
+
+def test_a_prompt_group_with_a_path_that_fits_nowhere_is_left_out_by_name(
+    run: WrittenRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    device = Device(monkeypatch)
+    device.max_cells = 6
+    long_step(run, 0)
+    with learning(run, tmp_path) as (critic, _, _):
+        assert critic.policy_version == 1
+        state = tensors(critic)
+    logs = read_logs(capfd)
+    (left_out,) = [line for line in logs if line["event"] == "critic_step.group_left_out"]
+    assert left_out["prompt_group_id"] == "000000-0001-0"
+    assert "out of memory: a path of sample 000000-0001-0/0, 7 tokens," in left_out["error"]
+    (line,) = [line for line in logs if line["event"] == "critic_step.learned"]
+    assert line["critic_prompt_groups_too_large"] == 1
+    assert any(tensor.abs().max() > 0 for name, tensor in state.items() if "exp_avg." in name)
+
+
+@pytest.mark.parametrize("max_cells", [7, 6])
+def test_a_step_that_ran_out_of_memory_in_its_optimizer_step_is_learned_by_the_next_process(
+    run: WrittenRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    max_cells: int,
+) -> None:
+    device = Device(monkeypatch)
+    trainer = run.config.trainer.model_copy(update={"num_mini_batches": 2})
+    run.config = run.config.model_copy(update={"trainer": trainer})
+    train_steps(run, 0, 1)
+    with learning(run, tmp_path) as (critic, _, _):
+        assert critic.policy_version == 1
+    long_step(run, 1)
+    device.max_cells = max_cells
+    num_deaths = 0
+    for _ in range(4):
+        device.cells.clear()
+        try:
+            with learning(run, tmp_path) as (critic, _, _):
+                assert critic.policy_version == 2
+                break
+        except OutOfMemory:
+            num_deaths += 1
+    assert num_deaths == {7: 2, 6: 3}[max_cells], "step 0 is learned again, too"
+    left_out = [one for one in read_logs(capfd) if one["event"] == "critic_step.group_left_out"]
+    assert [line["prompt_group_id"] for line in left_out] == ["000001-0001-0"] * (max_cells == 6)
+    assert max(device.cells) <= max_cells

@@ -214,6 +214,8 @@ class Critic(TokenScorer, Protocol):
     """
 
     policy_version: int
+    max_cells: int
+    """Budget of a pass of the model, in tokens; see `TrainerBackend`."""
 
     def accumulate(self, micro_batch: Sequence[SampleReady]) -> None:
         """Run forward and backward on a micro-batch, adding unnormalised gradients and metrics to
@@ -221,6 +223,7 @@ class Critic(TokenScorer, Protocol):
 
         Raises:
             PoisonSample: A sample can't be learned from, or carries no values; nothing was added.
+            OutOfMemory: A pass did not fit the device; the step has to be discarded.
         """
 
     def step(self) -> ValueMetrics:
@@ -233,7 +236,11 @@ class Critic(TokenScorer, Protocol):
             StepNotFinite: Loss or gradient is not finite, in all of them. The weights are
                 unchanged.
             RunFailed: The step holds no loss token; likewise.
+            OutOfMemory: A pass did not fit the device. The weights may be changed.
         """
+
+    def discard(self) -> None:
+        """Discard the accumulated gradients."""
 
     def on_progress(self, report_progress: Callable[[], None]) -> None:
         """Set a callback that `step` calls after each long part of it."""
