@@ -92,8 +92,8 @@ class Routers:
             router.register_forward_hook(partial(self._on_forward, layer))
 
     def take_choices(self) -> Integer[np.ndarray, "tokens layers top_k"]:
-        """Return and clear the choices of the last forward pass: for each token, padding included,
-        rows concatenated.
+        """Return and clear the choices of the last forward pass without gradients: for each token,
+        padding included, rows concatenated.
         """
         chosen = torch.stack([output[2] for output in self._latest], dim=1)
         self.clear()
@@ -119,12 +119,23 @@ class Routers:
         """
         device = self._routers[0].weight.device
         experts, mask = (torch.from_numpy(array).to(device) for array in (chosen, is_replayed))
-        self._replayed = experts, mask[:, None]
+        with self._replaying((experts, mask[:, None])):
+            yield
+
+    @contextmanager
+    def _replaying(self, replayed: tuple[Tensor, Tensor] | None) -> Iterator[None]:
+        before, self._replayed = self._replayed, replayed
         try:
             yield
         finally:
-            self._replayed = None
+            self._replayed = before
             self.clear()
+
+    def bind(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls another with the choices that are replayed now, none
+        included, whenever it is called: a backward pass computes layers again after `replay`.
+        """
+        return self._replaying(self._replayed)(forward)
 
     @contextmanager
     def recording(self) -> Iterator[list[RoutedLayer]]:
@@ -169,7 +180,8 @@ class Routers:
     def _on_forward(
         self, layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._latest[layer] = output
+        if not torch.is_grad_enabled():  # else it would hold activations, those computed again too
+            self._latest[layer] = output
         logits, weights, chosen = output
         if self._replayed is not None:
             experts, is_replayed = self._replayed

@@ -78,11 +78,6 @@ class MegatronMemory(TrainerMemory):
         whole = TrainerMemory.head_bytes(self, -(-num_tokens // self.topology.context))
         return -(-whole // self.topology.tensor)
 
-    @staticmethod
-    def recomputing(config: RunConfig) -> dict[str, object]:
-        """Return the values with which layers are computed again."""
-        return {"trainer.activation_checkpointing": "whole"}
-
     def divisions(self, config: RunConfig, ranks: int) -> Iterator[dict[str, object]]:
         """Yield ways to divide the model over so many ranks: fewer stages first, since each more
         leaves ranks idle at the ends of a step; then narrower tensors.

@@ -191,15 +191,6 @@ class TrainerMemory:
         counts = range(unit, most + 1, unit)
         return unit * bisect_right(counts, num_bytes, key=lambda count: self.parts(count).total)
 
-    @staticmethod
-    def recomputing(config: RunConfig) -> dict[str, object]:
-        """Return the values with which layers are computed again; none where the run allows no
-        recomputation.
-        """
-        if config.model.replays_routing:
-            return {}
-        return {"trainer.activation_checkpointing": "whole"}
-
     def divisions(self, config: RunConfig, ranks: int) -> Iterator[dict[str, object]]:
         """Yield ways to divide the model over so many ranks, from small to large changes."""
         values: dict[str, object] = {"trainer.sharding": "full", "trainer.ranks": ranks}

@@ -376,9 +376,8 @@ def _changes(
         smaller: dict[str, object] = {"trainer.max_tokens_per_micro_batch": longest}
         yield _text(smaller), smaller, num_devices
     trainer = memory_of_trainer(config, model, on_gpu=False)
-    recomputed = trainer.recomputing(config)
-    if recomputed:
-        yield _text(recomputed), recomputed, num_devices
+    recomputed: dict[str, object] = {"trainer.activation_checkpointing": "whole"}
+    yield _text(recomputed), recomputed, num_devices
     for count in (num_devices, *(size for size in DEVICE_COUNTS if size > num_devices)):
         more = "" if count == num_devices else f", on {count} devices"
         for ranks in sorted({count - 1, count * 3 // 4, count // 2, count} - {0, 1}):

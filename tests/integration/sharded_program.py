@@ -33,7 +33,7 @@ from tests.unit.image_model import (
     request_about,
     request_for,
 )
-from tests.unit.trainer_samples import make_samples, run_config
+from tests.unit.trainer_samples import make_samples, route_by_tokens, run_config
 from tests.unit.video_and_audio import BOUNDS, KINDS, item_of, media_run, omni_model
 
 SHARDED = {"sharding": "full", "ranks": 2, "max_grad_norm": 0.5}
@@ -59,6 +59,12 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
         "leaves": {},
     },
     "passes": {"trainer": {"max_tokens_per_micro_batch": 24}},
+    "replayed": {"folder": {"name": "experts"}, "model": {"routing_replay": "rollout"}},
+    "replayed_whole": {
+        "folder": {"name": "experts"},
+        "model": {"routing_replay": "rollout"},
+        "trainer": {"activation_checkpointing": "whole"},
+    },
     "adapters_whole": {
         "lora": {"rank": 4},
         "trainer": {"activation_checkpointing": "whole"},
@@ -92,10 +98,14 @@ def train(ranks: Ranks, folder: Path, sections: dict[str, dict[str, Any]]) -> di
     if "lora" in sections:
         model = config.model.model_copy(update={"lora": LoRAConfig(**sections["lora"])})
         config = config.model_copy(update={"model": model})
+    model = config.model.model_copy(update=sections.get("model", {}))
+    config = config.model_copy(update={"model": model})
     backend = TorchBackend(config, ranks=ranks, dtype=torch.float64)
     metrics = []
     for step in range(2):
         samples = make_samples(10, seed=step, model_path=path)
+        if backend.experts is not None:
+            samples = [route_by_tokens(sample, backend.experts) for sample in samples]
         size = 2 + 2 * ranks.rank  # ranks with other numbers of micro-batches
         groups = [samples[first : first + 2] for first in range(0, 10, 2)]
         mine = [sample for group in groups[ranks.rank :: ranks.size] for sample in group]

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from relax_events.config import RunConfig
 from relax_events.events.parts import FinishReason, SampleKey
+from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleReady
 from relax_events.packages.examples.tiny_models import make_tiny
+from tests.event_samples import changed
 from tests.folders import kept_folder
 
 
@@ -53,6 +55,15 @@ def make_samples(
     log-probabilities (the tiny one's by default)."""
     generator, model = np.random.default_rng(seed), plain_model(model_path or tiny_model())
     return [_make_sample(generator, model, index, temperature) for index in range(num_samples)]
+
+
+def route_by_tokens(sample: SampleReady, shape: ExpertShape) -> SampleReady:
+    """Return a sample whose experts depend on its tokens and the layer alone, not on a router."""
+    tokens = np.asarray(sample.tokens)
+    token = tokens[:-1, None, None] + np.arange(shape.num_layers)[:, None]
+    half = shape.num_experts // 2
+    experts = np.concatenate([token % half, half + token % half], 2)
+    return changed(sample, routed_experts=shape.compact(experts))
 
 
 def _make_sample(

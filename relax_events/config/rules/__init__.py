@@ -18,7 +18,6 @@ from relax_events.config.rules.training import (
     check_critic_ranks,
     check_optimizer_steps,
     check_parent,
-    check_recomputation,
     check_token_staleness,
 )
 from relax_events.config.rules.workers import check_hybrid, check_partitions, check_time_share
@@ -32,7 +31,6 @@ RULES = (
     check_partitions,
     check_optimizer_steps,
     check_token_staleness,
-    check_recomputation,
     check_hybrid,
     check_backend,
     check_time_share,

@@ -67,18 +67,6 @@ def check_token_staleness(config: RunConfig) -> Iterator[str]:
         )
 
 
-def check_recomputation(config: RunConfig) -> Iterator[str]:
-    """Give layers that are computed again after the replay of their routing has ended."""
-    trainer = config.trainer
-    replays = config.model.replays_routing and trainer.backend != "megatron"
-    if trainer.activation_checkpointing != "none" and replays:
-        yield (
-            f"trainer.activation_checkpointing = {trainer.activation_checkpointing!r} computes "
-            "layers again after model.routing_replay has ended; set one of them to 'none', or "
-            "trainer.backend to 'megatron'"
-        )
-
-
 def check_backend(config: RunConfig) -> Iterator[str]:
     """Give what backend `megatron` does not train."""
     if config.trainer.backend == "megatron":

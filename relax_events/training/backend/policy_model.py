@@ -49,6 +49,10 @@ MIN_LONG_ROW = 2048
 """Tokens of a row in which a mask costs more than a call for each sequence, on a GPU."""
 
 
+Prepare = Callable[[PreTrainedModel, Family, Adapters | None, Routers | None], None]
+"""Freezes and shards a loaded model, and sets what it recomputes."""
+
+
 class TokenLogprobs(NamedTuple):
     """At each loss token: the log-probability of the token, and the entropy of the distribution
     that it was sampled from, in nats.
@@ -81,7 +85,7 @@ class PolicyModel:
         dtype: torch.dtype | None = None,
         separate_media: bool = False,
         balances_experts: bool = False,
-        prepare: Callable[[PreTrainedModel, Family, Adapters | None], None] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         """Load from a folder; nothing is fetched.
 
@@ -94,8 +98,8 @@ class PolicyModel:
             separate_media: Encode each media item separately, at a shape that does not depend on
                 other items.
             balances_experts: Compute the load-balancing loss of each sample.
-            prepare: Freezes and shards the loaded model with its adapters, or sets what it
-                recomputes. Where it shards, the constructor and all forward passes are collective.
+            prepare: Called with the loaded model, its adapters and its routers. Where it shards,
+                the constructor and all forward passes are collective.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, its logits
                 are not a linear head's, its routing can't be replayed as configured, it has no
@@ -113,16 +117,15 @@ class PolicyModel:
             loader=self.family.loader,
         )
         self.adapters = Adapters.for_model(self.module, config, family=self.family, path=path)
+        routers = self._find_routers(path, config, balances_experts=balances_experts)
         if prepare is not None:
-            prepare(self.module, self.family, self.adapters)
+            prepare(self.module, self.family, self.adapters, routers)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
-        self._routers = (
-            self._find_routers(path, wanted_by="model.routing_replay")
-            if config.replays_routing
-            else None
-        )
-        self._balanced = self._balanced_routers(path) if balances_experts else None
+        if routers is not None:
+            self._require_known_rule(routers)
+        self._routers = routers if config.replays_routing else None
+        self._balanced = routers if balances_experts else None
         self._require_linear_head(path)
         self.shares_rows = isolates_neighbours(self._probe_positions)
         self.cell_cost = self._cell_cost()
@@ -244,14 +247,18 @@ class PolicyModel:
     def _record_routing(self) -> AbstractContextManager[list[RoutedLayer]]:
         return nullcontext([]) if self._balanced is None else self._balanced.recording()
 
-    def _balanced_routers(self, path: Path) -> Routers:
-        if self._routers is not None:
-            return self._routers
-        return self._find_routers(path, wanted_by="algorithm.load_balancing_coefficient")
-
-    def _find_routers(self, path: Path, *, wanted_by: str) -> Routers:
+    def _find_routers(
+        self, path: Path, config: ModelConfig, *, balances_experts: bool
+    ) -> Routers | None:
         language = self.family.language_model(self.module)
-        routers = Routers(language, path=path, wanted_by=wanted_by)
+        if config.replays_routing:
+            return Routers(language, path=path)
+        if balances_experts:
+            key = "algorithm.load_balancing_coefficient"
+            return Routers(language, path=path, wanted_by=key)
+        return None
+
+    def _require_known_rule(self, routers: Routers) -> None:
         routers.require_known_rule(
             lambda: call_with_weights(
                 self.module,
@@ -259,7 +266,6 @@ class PolicyModel:
                 *build_probe([0, 1, 2, 3, 4], vocab_size=self.vocab_size, device=self.device),
             )
         )
-        return routers
 
     def _hidden(
         self,

@@ -23,13 +23,20 @@ KEPT_OPERATORS = (
 """Attention, whose cost grows with the square of a sample's length while its result does not."""
 
 
-def recompute_layers(layers: nn.ModuleList, mode: str) -> None:
+Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function that calls another in the state of now, whenever it is called."""
+
+
+def recompute_layers(
+    layers: nn.ModuleList, mode: str, *, bind: Bind = lambda forward: forward
+) -> None:
     """Make layers compute their activations again.
 
     Args:
         layers: The decoder layers of a model; changed in place.
         mode: `none`; `whole`, which keeps a layer's input alone; or `selective`, which keeps the
             results of attention too.
+        bind: Applied to a layer's computation in each forward pass, for the backward pass.
     """
     if mode == "none":
         return
@@ -37,14 +44,16 @@ def recompute_layers(layers: nn.ModuleList, mode: str) -> None:
     if mode == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _choose)
     for layer in layers:
-        layer.forward = _recomputed(layer.forward, settings)
+        layer.forward = _recomputed(layer.forward, settings, bind)
 
 
-def _recomputed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], settings: dict[str, Any], bind: Bind
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **settings, **kwargs)
+        return checkpoint(bind(forward), *args, **settings, **kwargs)
 
     return run
 

@@ -16,6 +16,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import Adapters, published_parameters
 from relax_events.models.causal_lm import open_device
 from relax_events.models.families import Family, freeze
+from relax_events.models.routers import Routers
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.policy_model import PolicyModel, TokenLogprobs
@@ -64,7 +65,11 @@ class TorchBackend(PolicyTraining):
         return self._config.trainer.sharding == "full" and self._ranks.size > 1
 
     def _prepare_model(
-        self, module: PreTrainedModel, family: Family, adapters: Adapters | None
+        self,
+        module: PreTrainedModel,
+        family: Family,
+        adapters: Adapters | None,
+        routers: Routers | None,
     ) -> None:
         """Freeze parts of the loaded model or initialise its adapters, set what it recomputes, and
         shard it.
@@ -75,7 +80,11 @@ class TorchBackend(PolicyTraining):
         else:
             adapters.initialise(seed=config.run.seed)
         layers = getattr(family.language_model(module), "layers", None)
-        self._layout.prepare(module, layers, path=config.model.path)
+        path = config.model.path
+        if routers is None:
+            self._layout.prepare(module, layers, path=path)
+        else:
+            self._layout.prepare(module, layers, path=path, bind=routers.bind)
 
     @property
     def attention_cost(self) -> float:

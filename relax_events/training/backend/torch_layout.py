@@ -18,7 +18,7 @@ from relax_events.config import TrainerConfig
 from relax_events.errors import ConfigError
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.out_of_memory import PassMemory
-from relax_events.training.backend.recomputation import recompute_layers
+from relax_events.training.backend.recomputation import Bind, recompute_layers
 from relax_events.training.backend.sharded_parameters import ShardedParameters, shard_model
 from relax_events.training.backend.step_training import (
     Batch,
@@ -62,13 +62,21 @@ class TorchLayout:
         self.is_sharded = is_sharded
         self.memory = PassMemory()
 
-    def prepare(self, module: nn.Module, layers: object, *, path: Path) -> None:
+    def prepare(
+        self,
+        module: nn.Module,
+        layers: object,
+        *,
+        path: Path,
+        bind: Bind = lambda forward: forward,
+    ) -> None:
         """Set what a loaded model recomputes, and shard it.
 
         Args:
             module: The whole model.
             layers: Its decoder layers.
             path: Its folder.
+            bind: See `recompute_layers`.
         Raises:
             ConfigError: The model has no list of layers, and needs one.
         """
@@ -80,7 +88,7 @@ class TorchLayout:
                 f"trainer.sharding and trainer.activation_checkpointing need a list of decoder "
                 f"layers, and the model in {path} has none; set both to 'none'"
             )
-        recompute_layers(layers, recomputed)
+        recompute_layers(layers, recomputed, bind=bind)
         if self.is_sharded:
             with self._ranks.guard("sharding the model"):
                 shard_model(module, layers=layers, device=self._device)

@@ -147,11 +147,13 @@ def test_smallest_change_that_fits_is_named() -> None:
     found = plan()
     assert not found.fits
     assert found.change == "set trainer.activation_checkpointing = 'whole'"
-    large = plan(LARGE)
-    assert not large.fits
-    assert large.change.startswith(
-        "set trainer.activation_checkpointing = 'whole', trainer.sharding = 'full', trainer.ranks ="
-    )
+    for replay in ("none", "rollout"):
+        large = plan(LARGE, sections={"model": {"routing_replay": replay}})
+        assert not large.fits
+        assert large.change.startswith(
+            "set trainer.activation_checkpointing = 'whole', trainer.sharding = 'full', "
+            "trainer.ranks ="
+        )
 
 
 def test_more_devices_are_named_where_these_never_suffice() -> None:
@@ -171,6 +173,29 @@ def test_mixture_is_divided_by_megatron_where_it_does_not_fit() -> None:
         activation_checkpointing="whole",
     )  # fmt: skip
     assert again.fits
+
+
+def test_long_samples_of_a_mixture_fit_with_routing_replay_where_layers_are_computed_again() -> (
+    None
+):
+    settings: dict[str, Any] = {
+        "sharding": "full", "ranks": 8, "max_tokens_per_micro_batch": 20_480,
+    }  # fmt: skip
+    sections = {
+        "model": {"routing_replay": "rollout"},
+        "engine": {"max_context_tokens": 20_480},
+        "broker": {"partitions_per_version": 8},
+    }
+    activations = {}
+    for mode in ("none", "whole"):
+        found = plan(
+            LARGE, num_devices=16, sample_tokens=20_000, sections=sections,
+            activation_checkpointing=mode, **settings,
+        )  # fmt: skip
+        trainer = found.devices[0]
+        activations[mode] = trainer.workers[0].memory.parts["activations"]
+        assert trainer.fits == (mode == "whole")
+    assert activations["whole"] < 8e9 < 110e9 < activations["none"]
 
 
 def test_stages_are_named_where_tensors_do_not_suffice() -> None:

@@ -34,7 +34,13 @@ from relax_events.training.ranks import SingleRank
 from tests.event_samples import changed
 from tests.float64_experts import use_float64_experts
 from tests.folders import kept_folder
-from tests.unit.trainer_samples import make_samples, plain_logprobs, run_config, tiny_model
+from tests.unit.trainer_samples import (
+    make_samples,
+    plain_logprobs,
+    route_by_tokens,
+    run_config,
+    tiny_model,
+)
 
 ALL = PrefixSharing(min_tokens=1)
 CPU = torch.device("cpu")
@@ -284,13 +290,9 @@ def test_gradients_through_replayed_experts_are_those_of_paths_apart(
     )
     config = run_config(path).model.model_copy(update={"routing_replay": "rollout"})
     model = PolicyModel(path, config=config, device=CPU, dtype=torch.float64)
-    shape, samples = model.experts, []
+    shape = model.experts
     assert shape is not None
-    for sample in branched_samples():
-        token = sample.tokens[:-1, None, None] + np.arange(shape.num_layers)[:, None]
-        half = shape.num_experts // 2
-        experts = np.concatenate([token % half, half + token % half], 2)
-        samples.append(changed(sample, routed_experts=shape.compact(experts)))
+    samples = [route_by_tokens(sample, shape) for sample in branched_samples()]
     found = []
     for sharing in (ALL, None):
         model.module.zero_grad()
