@@ -33,7 +33,8 @@ def init(
             `configs`, where `configs/lookup-agent.toml` expects its files.
         model: Folder of a model in Hugging Face layout, or its name on the hub, hf:org/name, of
             which the run file names the commit.
-        data: JSON lines, a Parquet file, or a folder of Parquet files.
+        data: JSON lines, a Parquet file, a folder of Parquet files, or a name on the hub,
+            hf:org/name:config:split.
         run_id: Of the run; by default the name of the run file.
         split: Of a folder of Parquet files, such as train.
         prompt: Column of the prompt; by default looked up.

@@ -46,7 +46,8 @@ def prepare(
     from relax_events.config import load_run_config
     from relax_events.config.hub_names import find_model_name
     from relax_events.errors import ConfigError
-    from relax_events.launcher.hub_download import fetch_models, find_commit
+    from relax_events.launcher.hub_download import find_commit
+    from relax_events.launcher.preparation import fetch_named
     from relax_events.objects.marker import claim_store
     from relax_events.objects.store import ObjectStore
     from relax_events.packages.examples.model_preparation import prepare_model, warm_up_model
@@ -59,7 +60,7 @@ def prepare(
         if to is not None and not warm_up:
             raise ConfigError("--to is for --warm-up; set model.path for the model of the run file")
         settings = load_run_config(config, overrides, find_commit=find_commit)
-        fetch_models(settings.list_models(), report=print_progress)
+        fetch_named(settings, report=print_progress)
         if warm_up:
             if to is None and (name := find_model_name(settings.model.path)) is not None:
                 raise ConfigError(f"{name} is in the hub's cache, which is not written; give --to")

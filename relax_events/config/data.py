@@ -27,13 +27,16 @@ class RowsConfig(Section):
     """A source of rows, and the roles of its columns."""
 
     source: Annotated[str, Names.DATA]
-    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`, `reasoning_gym:<task>`
-    for generated problems with their own verifier, or synthetic media: `synthetic_images:<task>`
-    (colour, count, where, and zoom for the environment of this name), `synthetic_videos:<task>`
-    (direction, order) or `synthetic_audio:<task>` (pitch, order). A suffix `[100:200]` takes a
-    slice of a file's rows, counted from 0, without the last one."""
+    """`jsonl:<file>` (also .gz, .zst and .bz2), `parquet:<file or folder>`,
+    `hf:<org/name>@<revision>:<config>:<split>` for a dataset of the Hugging Face hub, of which the
+    run keeps the commit, `reasoning_gym:<task>` for generated problems with their own verifier, or
+    synthetic media: `synthetic_images:<task>` (colour, count, where, and zoom for the environment
+    of this name), `synthetic_videos:<task>` (direction, order) or `synthetic_audio:<task>` (pitch,
+    order). A suffix `[100:200]` takes a slice of a file's rows, counted from 0, without the last
+    one."""
     split: Text = ""
-    """Split of a folder in Hugging Face layout, such as `train`; empty takes all files."""
+    """Split of a folder in Hugging Face layout, such as `train`; empty takes all files. Also that
+    of a name on the hub which has none."""
     prompt_key: Text = "prompt"
     """Column of the prompt: a string, or a list of chat messages. Dots lead into objects, here and
     in the other keys."""

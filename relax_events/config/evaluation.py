@@ -20,7 +20,7 @@ COLUMN_KEYS = (
 )
 PROMPT_KEYS = ("prompt_key", "prompt_template")
 """Each says what the prompt is, so both follow or none."""
-FILES = ("jsonl:", "parquet:")
+FILES = ("jsonl:", "parquet:", "hf:")
 """Begin the sources whose columns the run file names."""
 
 

@@ -14,7 +14,7 @@ from relax_events.config.algorithm import AlgorithmConfig
 from relax_events.config.algorithm_spec import with_group_size
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
-from relax_events.config.data import DataConfig
+from relax_events.config.data import DataConfig, RowsConfig
 from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import DATASET_ENGINE, EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
@@ -426,6 +426,17 @@ class RunConfig(Section):
             },
         }
         return {key: (path, reads) for key, (path, reads) in models.items() if path is not None}
+
+    def list_sources(self) -> dict[str, RowsConfig]:
+        """Return the sources of rows that are read, by the key that names each."""
+        prompts = self.data.datasets or (self.data,)
+        keys = [f"data.datasets.{number}.source" for number in range(len(self.data.datasets))]
+        sources = dict(zip(keys or ["data.source"], prompts, strict=True))
+        evaluated = {
+            f"evaluation.datasets.{number}.source": one
+            for number, one in enumerate(self.evaluation.datasets)
+        }
+        return ({} if self.is_replay else sources) | evaluated
 
     @property
     def is_replay(self) -> bool:

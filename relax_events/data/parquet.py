@@ -9,7 +9,7 @@ import re
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +59,20 @@ class ParquetSource:
     """
 
     def __init__(
-        self, path: Path, config: RowsConfig, *, span: slice = ALL_ROWS, section: str = "data"
+        self,
+        path: Path,
+        config: RowsConfig,
+        *,
+        files: Sequence[Path] = (),
+        span: slice = ALL_ROWS,
+        section: str = "data",
     ) -> None:
         """Find the row groups and check the rows.
 
         Args:
             path: A file, or a folder of files.
             config: Names split, columns and system prompt.
+            files: The files, where `path` is only the first of them.
             span: The rows to use.
             section: Section of the run file that names the path, for errors.
         Raises:
@@ -77,7 +84,9 @@ class ParquetSource:
         self._rows = ArrowRows(self._columns.named_columns)
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         self.invalid_rows = InvalidRows(section, config.max_invalid_rows)
-        self._groups = self._find_groups(parquet_files(path, config.split, section=section))
+        self._groups = self._find_groups(
+            files or parquet_files(path, config.split, section=section)
+        )
         self._first_rows = [group.first_row for group in self._groups]
         total = sum(group.num_rows for group in self._groups)
         self._start, self._stop, _ = span.indices(total)
@@ -110,7 +119,7 @@ class ParquetSource:
             columns, f"{group.path}, row {position - group.first_row_of_file}"
         )
 
-    def _find_groups(self, files: list[Path]) -> list[RowGroup]:
+    def _find_groups(self, files: Sequence[Path]) -> list[RowGroup]:
         groups: list[RowGroup] = []
         row = 0
         for path in files:

@@ -13,6 +13,8 @@ import orjson
 import structlog
 
 from relax_events.config import DataConfig, EvaluationConfig, EvaluationDatasetConfig, RowsConfig
+from relax_events.config.hub_names import PREFIX
+from relax_events.data.hub_files import locate_files
 from relax_events.data.jsonl import JsonlSource
 from relax_events.data.rows import (
     InvalidRows,
@@ -125,7 +127,7 @@ def import_reasoning_gym() -> Any:
 log = structlog.get_logger()
 GENERATED = "reasoning_gym"
 SLICE = re.compile(r"(.*)\[([0-9]*):([0-9]*)\]")
-KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'reasoning_gym:<task>'"
+KINDS = "'jsonl:<path>', 'parquet:<file or folder>', 'hf:<org/name>', 'reasoning_gym:<task>'"
 
 
 def open_source(config: RowsConfig, *, seed: int, section: str = "data") -> PromptSource:
@@ -213,12 +215,16 @@ def _open(config: RowsConfig, *, seed: int, section: str) -> PromptSource:
     if path and (plugin := _installed_kind(kind)) is not None:
         return plugin.open(kind, path, config, seed=seed)
     path, span = _parse_slice(path)
+    files: list[Path] = []
+    if config.source.startswith(PREFIX):
+        files = locate_files(config.source, config.split, key=f"{section}.source")
+        kind, path = "parquet" if files[0].suffix == ".parquet" else "jsonl", str(files[0])
     if kind == "jsonl" and path:
         return JsonlSource(Path(path), config, span=span, section=section)
     if kind == "parquet" and path:
         from relax_events.data.parquet import ParquetSource
 
-        return ParquetSource(Path(path), config, span=span, section=section)
+        return ParquetSource(Path(path), config, files=files, span=span, section=section)
     names = "".join(f", '{name}:<task>'" for name in sorted(list_installed(PROMPT_SOURCES)))
     raise ConfigError(
         f"{section}.source must be one of {KINDS}{names}, got {config.source!r}; set "

@@ -9,19 +9,31 @@ from __future__ import annotations
 import errno
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
+from typing import Literal
 
+from relax_events.config import RowsConfig
 from relax_events.config.hub_names import (
     MAIN,
+    PREFIX,
     HubName,
     find_cached_commit,
     find_model_name,
     parse_hub_name,
 )
+from relax_events.data.hub_files import (
+    CARD_FILE,
+    choose_files,
+    find_cached_files,
+    locate_files,
+    read_card,
+)
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.model_folder.tensors import WEIGHT_FILES
+from relax_events.session.defaults import find_parent
 
 SMALL_FILES = (
     "*.json",
@@ -79,6 +91,68 @@ def fetch_models(
             _fetch_model(name, key=key, needs_weights=with_weights and has_weights, report=report)
 
 
+def fetch_data(sources: Mapping[str, RowsConfig], *, report: Report) -> None:
+    """Fetch the datasets that are named on the hub, unless this host's cache has them: the files of
+    their configs and splits.
+
+    Args:
+        sources: By key; their names have commits.
+        report: Called with a line for each that is fetched.
+    Raises:
+        ConfigError: The hub has no such commit, config or split, or in another format.
+        EnvironmentProblem: As `fetch_models`.
+    """
+    for key, source in sources.items():
+        if source.source.startswith(PREFIX):
+            _fetch_dataset(source.source, source.split, key=key, report=report)
+
+
+def fetch_dataset(text: str, split: str, *, key: str, report: Report) -> tuple[str, list[Path]]:
+    """Fetch a dataset unless this host's cache has it; return its name with its commit, and its
+    files.
+
+    Args:
+        text: `hf:org/name@revision:config:split`.
+        split: The split where the name has none.
+        key: Of the run file or the command, for errors.
+        report: Called with a line if it is fetched.
+    Raises:
+        ConfigError: It is no name, or as `fetch_data`.
+        EnvironmentProblem: As `fetch_models`.
+    """
+    name = _pin(text, "dataset", key=key)
+    return str(name), _fetch_dataset(str(name), split, key=key, report=report)
+
+
+def _pin(text: str, kind: Literal["model", "dataset"], *, key: str) -> HubName:
+    try:
+        name = parse_hub_name(text, kind)
+    except ValueError as error:
+        raise ConfigError(f"{key} {error}") from None
+    return name if name.is_pinned else name.at(find_commit(name))
+
+
+def _fetch_dataset(source: str, split: str, *, key: str, report: Report) -> list[Path]:
+    if (files := find_cached_files(source, split, key=key)) is not None:
+        return files
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    name = parse_hub_name(source, "dataset")
+    report(f"fetching {key} {name} into {name.folder}")
+    with _explain_errors(name):
+        tree = HfApi().list_repo_tree(
+            name.repo, repo_type=name.kind, revision=name.revision, recursive=True
+        )
+        sizes = {file.path: file.size for file in tree if isinstance(file, RepoFile)}
+    if CARD_FILE in sizes:
+        _download(name, [CARD_FILE])
+    paths = choose_files(sizes, read_card(name), name, split=split, key=key)
+    _require_room(name, {path: sizes[path] for path in paths})
+    _download(name, [escape(path) for path in (*paths, CARD_FILE)], ignored=())
+    return locate_files(source, split, key=key)
+
+
 def fetch_model(text: str, *, key: str, report: Report) -> HubName:
     """Fetch a model unless this host's cache has it, and return its name with its commit.
 
@@ -90,11 +164,7 @@ def fetch_model(text: str, *, key: str, report: Report) -> HubName:
         ConfigError: It is no name, or as `fetch_models`.
         EnvironmentProblem: As `fetch_models`.
     """
-    try:
-        name = parse_hub_name(text, "model")
-    except ValueError as error:
-        raise ConfigError(f"{key} {error}") from None
-    name = name if name.is_pinned else name.at(find_commit(name))
+    name = _pin(text, "model", key=key)
     _fetch_model(name, key=key, needs_weights=True, report=report)
     return name
 
@@ -140,7 +210,7 @@ def _is_fetched(name: HubName, patterns: list[str]) -> bool:
     return True
 
 
-def _download(name: HubName, patterns: list[str]) -> None:
+def _download(name: HubName, patterns: list[str], *, ignored: Sequence[str] = OTHER_FILES) -> None:
     from huggingface_hub import snapshot_download
 
     with _explain_errors(name), _quiet_unless_watched():
@@ -149,7 +219,7 @@ def _download(name: HubName, patterns: list[str]) -> None:
             repo_type=name.kind,
             revision=name.revision,
             allow_patterns=patterns,
-            ignore_patterns=list(OTHER_FILES),
+            ignore_patterns=list(ignored),
         )
 
 
@@ -164,7 +234,7 @@ def _list_files(name: HubName) -> dict[str, int]:
 def _require_room(name: HubName, sizes: dict[str, int]) -> None:
     """Refuse a download that the disk has no room for."""
     num_bytes = sum(size for path, size in sizes.items() if not (name.folder / path).is_file())
-    free = shutil.disk_usage(name.folder).free
+    free = shutil.disk_usage(find_parent(name.folder)).free
     if num_bytes > free:
         raise EnvironmentProblem(
             f"{name} has {num_bytes / 1e9:.1f} GB to fetch, and {name.folder} has room for "

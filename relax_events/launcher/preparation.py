@@ -14,12 +14,12 @@ from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.checks import refuse_run
 from relax_events.launcher.file_checks import check_context_length
 from relax_events.launcher.fork_protocol import worker_environment
-from relax_events.launcher.hub_download import fetch_models
+from relax_events.launcher.hub_download import Report, fetch_data, fetch_models
 from relax_events.secret_handling import write_private
 
 
 def prepare_run(config: RunConfig) -> None:
-    """Fetch the models that a run names on the hub, refuse a run that can't work before anything
+    """Fetch what a run names on the hub, refuse a run that can't work before anything
     starts, and make the model if it is configured and missing.
 
     Raises:
@@ -29,12 +29,26 @@ def prepare_run(config: RunConfig) -> None:
             reached.
         RunFailed: Making the model failed; its output is above.
     """
-    fetch_models(config.list_models(), report=partial(print, file=sys.stderr, flush=True))
+    fetch_named(config, report=partial(print, file=sys.stderr, flush=True))
     run = CheckedRun(config)
     refuse_run(run)
     if not config.model.path.exists():
         _make_model(config)
         check_context_length(run)
+
+
+def fetch_named(config: RunConfig, *, report: Report) -> None:
+    """Fetch the models and datasets that a run names on the hub.
+
+    Args:
+        config: The run, whose names have commits.
+        report: Called with a line for each that is fetched.
+    Raises:
+        ConfigError: The hub has no such commit, or another format.
+        EnvironmentProblem: The hub refuses one or can't be reached, or the disk is full.
+    """
+    fetch_models(config.list_models(), report=report)
+    fetch_data(config.list_sources(), report=report)
 
 
 def _make_model(config: RunConfig) -> None:

@@ -30,8 +30,8 @@ from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.broker_keeper import BrokerKeeper
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
-from relax_events.launcher.hub_download import fetch_models
 from relax_events.launcher.managed_process import Progress
+from relax_events.launcher.preparation import fetch_named
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
 from relax_events.launcher.worker_processes import run_modules
@@ -215,7 +215,7 @@ class RunSession:
         refuse_new_topics(self._config, described)
         earlier_config = known_settings(self._config, described)
         self._config = keep_commits(self._config, earlier_config)
-        fetch_models(self._config.list_models(), report=display.print_line)
+        fetch_named(self._config, report=display.print_line)
         self._config, derived = resolve_defaults(
             self._config, earlier_config=earlier_config, has_broker=self._broker is not None
         )

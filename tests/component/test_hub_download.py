@@ -4,6 +4,7 @@ every error."""
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 from collections import namedtuple
@@ -11,13 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
-from hub_server import Hub, serve_hub
+from hub_server import Hub, Repo, serve_hub
 from huggingface_hub import constants
+from pyarrow import parquet
 
 from relax_events.config import RunConfig, load_run_config
+from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, EnvironmentProblem
 from relax_events.launcher.hub_download import fetch_models, find_commit
+from relax_events.launcher.preparation import fetch_named
 from relax_events.launcher.run_file.proposal import Wishes, propose_run_file
 from relax_events.model_folder.tensors import TensorLayout, render_header
 
@@ -264,7 +269,134 @@ def test_proposed_run_file_names_the_commit(hub: Hub, tmp_path: Path) -> None:
         "model.safetensors": render_header(layouts) + bytes(4),
     }
     commit = hub.add("org/name").commit(files)
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"problem": "<image> 2 + 2", "images": ["a"], "answer": "4"}) + "\n")
-    run_file = propose_run_file("mine", Path("hf:org/name"), data, Wishes())
+    row = json.dumps({"problem": "<image> 2 + 2", "images": ["a"], "answer": "4"})
+    rows = hub.add("org/rows", kind="datasets").commit({"rows.jsonl": row.encode()})
+    run_file = propose_run_file("mine", Path("hf:org/name"), Path("hf:org/rows:train"), Wishes())
     assert f'path = "hf:org/name@{commit}"' in run_file
+    assert f'source = "hf:org/rows@{rows}:train"' in run_file
+
+
+def write_parquet(*questions: str) -> bytes:
+    buffer = io.BytesIO()
+    table = {"question": list(questions), "answer": [one[::-1] for one in questions]}
+    parquet.write_table(pa.table(table), buffer)
+    return buffer.getvalue()
+
+
+CARD = b"""---
+license: mit
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+---
+"""
+
+
+@pytest.fixture
+def dataset(hub: Hub) -> Repo:
+    repo = hub.add("org/rows", kind="datasets")
+    files = {
+        "README.md": CARD,
+        "main/train-00000-of-00002.parquet": write_parquet("a1", "b2"),
+        "main/train-00001-of-00002.parquet": write_parquet("c3"),
+        "main/test-00000-of-00001.parquet": write_parquet("d4"),
+        "loader.py": b"import os",
+    }
+    repo.commit(files)
+    return repo
+
+
+def fetch_rows(folder: Path, source: str, **more: Any) -> RunConfig:
+    data = {"source": source, "prompt_key": "question"}
+    config = load(folder, "model", data=data, **more)
+    fetch_named(config, report=print)
+    return config
+
+
+def read_prompts(config: RunConfig) -> list[str]:
+    source = open_source(config.data, seed=0)
+    return [source.row(index).messages[0].text for index in range(source.num_rows)]
+
+
+def test_split_of_a_dataset_is_fetched_and_read(hub: Hub, dataset: Repo, tmp_path: Path) -> None:
+    config = fetch_rows(tmp_path, "hf:org/rows:main:train")
+    assert config.data.source == f"hf:org/rows@{dataset.branches['main']}:main:train"
+    assert read_prompts(config) == ["a1", "b2", "c3"]
+    assert not [call for call in hub.calls if "test" in call or "loader" in call]
+
+
+def test_dataset_asks_nothing_the_second_time(hub: Hub, dataset: Repo, tmp_path: Path) -> None:
+    first = fetch_rows(tmp_path, "hf:org/rows:train[1:3]")
+    dataset.commit({"README.md": CARD, "main/train-0.parquet": write_parquet("e5")})
+    hub.calls.clear()
+    assert fetch_rows(tmp_path, "hf:org/rows:train[1:3]") == first
+    assert read_prompts(first) == ["b2", "c3"]
+    assert hub.calls == []
+
+
+def test_another_split_is_fetched_later(hub: Hub, dataset: Repo, tmp_path: Path) -> None:
+    fetch_rows(tmp_path, "hf:org/rows:train")
+    evaluation = {"datasets": [{"name": "held-out", "source": "hf:org/rows:main:test"}]}
+    config = fetch_rows(tmp_path, "hf:org/rows:train", evaluation=evaluation)
+    (held_out,) = config.evaluation.datasets
+    assert open_source(held_out, seed=0).row(0).messages[0].text == "d4"
+
+
+def test_dataset_that_was_not_fetched_names_the_command(
+    hub: Hub, dataset: Repo, tmp_path: Path
+) -> None:
+    config = fetch_rows(tmp_path, "hf:org/rows:train")
+    source = config.data.source.replace("train", "test")
+    test = config.data.model_copy(update={"source": source})
+    with pytest.raises(ConfigError, match=f"fetch it: .* RUN_FILE data.source={source}"):
+        open_source(test, seed=0)
+
+
+def test_dataset_that_lacks_a_part_is_completed(hub: Hub, dataset: Repo, tmp_path: Path) -> None:
+    fetch_rows(tmp_path, "hf:org/rows:train")
+    (part,) = (tmp_path / "cache").rglob("train-00001*")
+    part.resolve().unlink()
+    part.unlink()
+    config = load(tmp_path, "model", data={"source": "hf:org/rows:train", "prompt_key": "question"})
+    with pytest.raises(ConfigError, match="is not in this host's cache"):
+        open_source(config.data, seed=0)
+    fetch_named(config, report=print)
+    assert read_prompts(config) == ["a1", "b2", "c3"]
+
+
+def test_converted_branch_is_read_by_its_folders(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.add("org/csv", kind="datasets")
+    repo.commit({"rows.csv": b"a,b"})
+    converted = {"default/train/0000.parquet": write_parquet("a1")}
+    repo.commit(converted, branch="refs/convert/parquet")
+    with pytest.raises(ConfigError, match="hf:org/csv@refs/convert/parquet:CONFIG:SPLIT"):
+        fetch_rows(tmp_path, "hf:org/csv")
+    config = fetch_rows(tmp_path, "hf:org/csv@refs/convert/parquet:default:train")
+    assert read_prompts(config) == ["a1"]
+
+
+def test_json_lines_of_a_hub_are_read(hub: Hub, tmp_path: Path) -> None:
+    repo = hub.add("org/lines", kind="datasets")
+    repo.commit({"rows.jsonl": b'{"question": "a1", "answer": "b"}\n'})
+    assert read_prompts(fetch_rows(tmp_path, "hf:org/lines")) == ["a1"]
+
+
+def test_missing_dataset_and_card_that_is_damaged_are_errors(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{hub.url} shows no dataset org/no: check the name"):
+        load(tmp_path, "model", data={"source": "hf:org/no"})
+    repo = hub.add("org/bad", kind="datasets")
+    repo.commit({"README.md": b"---\na: [\n---\n", "rows.jsonl": b"{}"})
+    with pytest.raises(ConfigError, match=r"README\.md can't be read: .*; name another revision"):
+        fetch_rows(tmp_path, "hf:org/bad")
+
+
+def test_path_out_of_the_repository_is_not_read(hub: Hub, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text("{}")
+    hub.add("org/out", kind="datasets").commit({f"../../../../{secret.name}": b"{}"})
+    with pytest.raises(ConfigError, match="holds no Parquet file and no JSON lines"):
+        fetch_rows(tmp_path, "hf:org/out")

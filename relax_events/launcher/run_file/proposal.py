@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
@@ -21,7 +21,7 @@ from relax_events.data.parquet import parquet_files
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sources import open_source
 from relax_events.errors import ConfigError, EnvironmentProblem, PoisonSample
-from relax_events.launcher.hub_download import fetch_model
+from relax_events.launcher.hub_download import Report, fetch_dataset, fetch_model
 from relax_events.launcher.run_file.columns import (
     ProposedReward,
     guess_columns,
@@ -55,15 +55,16 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
     Args:
         run_id: Of the run.
         model: A folder in Hugging Face layout, or `hf:org/name`, which is fetched.
-        data: A JSON-lines or Parquet file, or a folder of Parquet files.
+        data: A JSON-lines or Parquet file, a folder of Parquet files, or
+            `hf:org/name:config:split`, which is fetched.
         wishes: What is not to be looked up.
     Raises:
         ConfigError: The model or the data can't be read, or a column or reward is not clear; the
             text says which flag names it.
     """
-    model_name = ""
+    model_name, report = "", partial(print, file=sys.stderr)
     if str(model).startswith(PREFIX):
-        name = fetch_model(str(model), key="--model", report=partial(print, file=sys.stderr))
+        name = fetch_model(str(model), key="--model", report=report)
         model, model_name = name.folder, str(name)
     if not model.exists():
         raise ConfigError(
@@ -71,8 +72,8 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
             "hf:org/name"
         )
     facts = read_facts(model, needs_weights=True)
-    source = _name_source(data)
-    rows = read_rows(data, wishes.split)
+    source, parts = _locate_data(data, wishes.split, report)
+    rows = read_rows(parts)
     columns = guess_columns(rows, prompt=wishes.prompt, answer=wishes.answer)
     reward = (
         ProposedReward(wishes.reward, "as you named it")
@@ -108,20 +109,14 @@ def propose_run_file(run_id: str, model: Path, data: Path, wishes: Wishes) -> st
     )
 
 
-def _explain_download(name: Path, folder: str, options: str = "") -> str:
-    """Explain how what has a name on the Hugging Face hub gets into a folder."""
-    target = f"{folder}/{name.name}"
-    return (
-        f"what is on the Hugging Face hub is downloaded by: hf download {options}{name} "
-        f"--local-dir {target}; then give {target}"
-    )
-
-
-def _name_source(data: Path) -> str:
+def _locate_data(data: Path, split: str, report: Report) -> tuple[str, list[Path]]:
+    """Return the source as a run file names it, and its files."""
+    if str(data).startswith(PREFIX):
+        return fetch_dataset(str(data), split, key="--data", report=report)
     if not data.exists():
         raise ConfigError(
-            f"data {data} does not exist; give a .jsonl or .parquet file or a folder; "
-            f"{_explain_download(data, 'data', '--repo-type dataset ')}"
+            f"data {data} does not exist; give a .jsonl or .parquet file or a folder; a dataset of "
+            "the Hugging Face hub is named hf:org/name:config:split"
         )
     is_parquet = data.is_dir() or data.suffix == ".parquet"
     if not is_parquet and not {".jsonl", ".ndjson"} & set(data.suffixes):
@@ -129,18 +124,23 @@ def _name_source(data: Path) -> str:
             f"data {data} is neither JSON lines (.jsonl, .jsonl.gz) nor Parquet (.parquet, a "
             "folder); write it as one JSON object a line"
         )
-    return f"{'parquet' if is_parquet else 'jsonl'}:{data.resolve()}"
+    if not is_parquet:
+        return f"jsonl:{data.resolve()}", [data]
+    return f"parquet:{data.resolve()}", parquet_files(data, split, section="data")
 
 
-def read_rows(data: Path, split: str) -> list[Mapping[str, Any]]:
+def read_rows(parts: Sequence[Path]) -> list[Mapping[str, Any]]:
     """Return the columns of a dataset's first rows.
 
+    Args:
+        parts: Parquet files, or one file of JSON lines.
     Raises:
         ConfigError: There are none, or they are no objects.
     """
+    data = parts[0]
     try:
-        if data.is_dir() or data.suffix == ".parquet":
-            rows = list(islice(_parquet_rows(data, split), NUM_ROWS))
+        if data.suffix == ".parquet":
+            rows = list(islice(_parquet_rows(parts), NUM_ROWS))
         else:
             opener: Callable[..., Any] = gzip.open if data.suffix == ".gz" else open
             with opener(data, "rt", encoding="utf-8") as lines:
@@ -152,12 +152,12 @@ def read_rows(data: Path, split: str) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _parquet_rows(data: Path, split: str) -> Iterator[Mapping[str, Any]]:
+def _parquet_rows(parts: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
     try:
         from pyarrow import parquet
     except ImportError:
         raise EnvironmentProblem("Parquet needs pyarrow; install relax-events[parquet]") from None
-    for file in parquet_files(data, split, section="data"):
+    for file in parts:
         with parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(batch_size=NUM_ROWS):
                 yield from batch.to_pylist()
