@@ -115,8 +115,10 @@ class ValidRun:
 
     def issue(self, group_id: str, *, of: int = SAMPLES_PER_PROMPT) -> None:
         """Issue a prompt group."""
+        event = issued(group_id, of=of)
+        first = max(event.train_step - MAX_STALENESS, 0)
         self.at("prompt.groups", compute_shard(group_id, shards=self.plan.queue_partitions)).append(
-            issued(group_id, of=of)
+            replace(event, required_policy_version=first)
         )
 
     def generate(self, group_id: str, *, version: int) -> list[tuple[int, int]]:
@@ -386,8 +388,8 @@ def _consumed_back(run: ValidRun) -> None:
 
 
 def _leave_open(run: ValidRun) -> None:
-    """A slot more was issued for step 3, as after a change of run.prompts_per_step."""
-    run.issue("000003-0002-0")
+    """A batch slot of step 3 was issued once more, though its prompt group was trained."""
+    run.issue("000003-0000-1")
 
 
 def _pass_over(run: ValidRun) -> None:

@@ -255,10 +255,9 @@ class RolloutLoop:
             return
 
     def _open_lease(self, lease: Lease) -> None:
-        event = self._intake.decode(lease.record)
-        if event is None:
-            self._intake.fail(lease, "prompt record is unusable")
-        elif event.prompt_group_id in self._writer.written:
+        if (event := self._intake.take(lease)) is None:
+            return
+        if event.prompt_group_id in self._writer.written:
             lease.done()
         elif (group := self._find_inflight(event.prompt_group_id)) is not None:
             group.leases.append(lease)

@@ -39,6 +39,7 @@ from relax_events.objects.claim_check import check_out
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.ledger_findings import Comparison, Rule
 from relax_events.projections.purged_ranges import PurgedRanges
+from relax_events.runtime.issue_rules import IssueRules
 from relax_events.runtime.run_description import ParentRun
 from relax_events.staleness import is_external
 from relax_events.topics import TopicPlan
@@ -160,6 +161,7 @@ class LedgerReader:
             advantages=None
             if config.is_replay
             else RecordedAdvantages(list_recorded_settings(run_log), self._weights.store),
+            is_foreign=IssueRules.from_config(config).is_foreign,
         )
         self._source = _source_steps(run_log) if config.is_replay else iter(())
 

@@ -10,7 +10,7 @@ facts are checked whenever the result is asked for.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from sys import intern
 from typing import Any
@@ -74,6 +74,7 @@ class Ledger:
         is_replay: Whether the batches are those of a parent run: each step is compared with the
             parent's, whose own ledger checks the rest.
         advantages: Computes advantages again; None to leave that out.
+        is_foreign: Whether no prompter of the run issues such a prompt group; None if all count.
     """
 
     max_staleness: int
@@ -84,6 +85,7 @@ class Ledger:
     purged: PurgedRanges | None = None
     is_replay: bool = False
     advantages: AdvantageCheck | None = None
+    is_foreign: Callable[[PromptGroupIssued], bool] | None = None
     num_unreadable: int = 0
     _final: LedgerTotals = field(default_factory=LedgerTotals)
     _groups: dict[int, dict[str, GroupFacts]] = field(default_factory=dict)
@@ -132,7 +134,8 @@ class Ledger:
         if not belongs_on(TopicPlan.parse_entity(at.topic), event):
             return
         if isinstance(event, PromptGroupIssued):
-            self._apply_issue(event)
+            if self.is_foreign is None or not self.is_foreign(event):
+                self._apply_issue(event)
         elif isinstance(event, SampleEvent):
             self._apply_sample(event, at, key)
         elif isinstance(event, PromptGroupEnded):

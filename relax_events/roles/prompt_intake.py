@@ -9,7 +9,7 @@ from contextlib import closing, suppress
 
 from relax_events.data.rendering import PromptRenderer
 from relax_events.data.sft_targets import tokenize_group_targets
-from relax_events.errors import CorruptRecord, PoisonSample
+from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PromptGroupIssued
 from relax_events.kafka.admin import Admin
@@ -21,15 +21,14 @@ from relax_events.kafka.leases import (
     read_delivery_limit,
     read_share_group_size,
 )
-from relax_events.kafka.records import Record
 from relax_events.objects.store import list_message_media
 from relax_events.roles.handover import PartialSamples
 from relax_events.roles.inflight_group import InflightGroup
 from relax_events.roles.media_prefetch import MediaPrefetcher
+from relax_events.runtime.issue_rules import IssueRules
 from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.topics.names import PROMPT_GROUPS
-from relax_events.training.issue_rules import IssueRules
 
 MAX_DELIVERIES = 8
 DELIVERY_MARGIN = 2
@@ -103,20 +102,25 @@ class PromptIntake:
         group.media = self._prefetcher.prefetch([*list_message_media(issued.messages), *shown])
         return group
 
-    def decode(self, record: Record) -> PromptGroupIssued | None:
-        """Decode and check; a record that is invalid, or that the prompter of this run does not
-        write, becomes a dead letter and gives None.
+    def take(self, lease: Lease) -> PromptGroupIssued | None:
+        """Decode and check. An invalid record becomes a dead letter, and its prompt group fails;
+        where the prompter of this run does not write such a record, the prompt group that it names
+        may be a valid one, and continues.
         """
-        event = self._worker.records.decode(record)
-        if event is None:
-            return None
+        event = self._worker.records.decode(lease.record)
         try:
-            issued = check_issued(event)
-            self._rules.check_prompt(issued)
-        except PoisonSample as error:
-            self._worker.records.dead_letter(record, error)
+            if event is not None:
+                issued = check_issued(event)
+                self._rules.check_prompt(issued)
+                return issued
+        except ForeignRecord as error:
+            self._worker.records.dead_letter(lease.record, error)
+            lease.done()
             return None
-        return issued
+        except PoisonSample as error:
+            self._worker.records.dead_letter(lease.record, error)
+        self.fail(lease, "prompt record is unusable")
+        return None
 
     def fail(self, lease: Lease, reason: str) -> None:
         """End a prompt group that can't be generated, and remove it from the queue."""

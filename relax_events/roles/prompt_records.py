@@ -19,13 +19,13 @@ from relax_events.kafka.connection import retry_while_unavailable
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import DELIVERY_SECONDS, LINGER_MS, RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
+from relax_events.runtime.issue_rules import IssueRules
 from relax_events.runtime.validation import check_issued
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import IssuedGroup, is_external
 from relax_events.topics import compute_shard
 from relax_events.topics.names import PROMPT_GROUPS, PROMPTER_STATE
 from relax_events.topics.partitions import TopicPartition
-from relax_events.training.issue_rules import IssueRules
 
 RETRY_SECONDS = 0.1
 

@@ -22,6 +22,7 @@ from relax_events.media.model_inputs import MediaSequence
 from relax_events.models.families import Family
 from relax_events.objects.claim_check import count_array_bytes
 from relax_events.objects.store import list_media
+from relax_events.runtime.issue_rules import IssueRules
 from relax_events.runtime.validation import (
     check_ended,
     check_ready,
@@ -30,7 +31,6 @@ from relax_events.runtime.validation import (
     require_allowed_event,
 )
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan
 from relax_events.topics.plan import allowed_outcomes
 from relax_events.training.backend.protocol import TrainerBackend
@@ -38,7 +38,6 @@ from relax_events.training.batch.assembly import BatchAssembler, HeldSample, Loc
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.paths import sampled_tokens, split_paths
 from relax_events.training.batch.row_layout import TokenSequence, read_array
-from relax_events.training.issue_rules import IssueRules
 
 
 class SampleIntake:
@@ -102,7 +101,7 @@ class SampleIntake:
             else:
                 return
         try:
-            self._terms.check_shard(record, IssuedGroup.parse(record.key).prompt_group_id)
+            self._terms.check_end(record, record.key, trainer_version=version)
         except (CorruptRecord, ForeignRecord):
             self._assembler.skip(record)
         else:
@@ -121,7 +120,7 @@ class SampleIntake:
                 self._terms.check_sample(record, event, trainer_version=version)
         if isinstance(first, PromptGroupEnded):
             ended = check_ended(first, allowed=allowed_outcomes(entity))
-            self._terms.check_shard(record, ended.prompt_group_id)
+            self._terms.check_end(record, ended.prompt_group_id, trainer_version=version)
             return [ended]
         samples = check_ready(events)
         self.require_trainable(*samples)

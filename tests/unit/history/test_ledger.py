@@ -27,7 +27,7 @@ from relax_events.events.parts import (
     StoredArray,
     TopicOffset,
 )
-from relax_events.events.types import PolicyVersionPublished, SampleReady
+from relax_events.events.types import PolicyVersionPublished, PromptGroupIssued, SampleReady
 from relax_events.history.ledger import stable_ranges
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.ledger_findings import REMEDIES, Rule
@@ -445,6 +445,19 @@ def test_request_to_end_a_prompt_group_is_not_an_outcome(entity: str) -> None:
     run.at(entity, 0).append(ended("000007-0000-0", Outcome.FILTERED))
     ledger = run.ledger()
     assert (ledger.problems(), ledger.totals()["outcomes"]["in_flight"]) == ([], 1)
+
+
+def test_forged_prompt_group_is_none_of_the_run() -> None:
+    run, forged = ValidRun(6), "000002-0000-0"
+    run.issue(forged, of=7)
+    run.issue("000002-0099-0", of=7)
+
+    def is_foreign(prompt: PromptGroupIssued) -> bool:
+        return prompt.samples_per_prompt == 7
+
+    assert run.ledger(is_foreign=is_foreign).totals() == ValidRun(6).ledger().totals()
+    assert run.ledger(is_foreign=is_foreign).problems() == []
+    assert len(run.ledger().problems()) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord
 from relax_events.events.types import PromptGroupIssued, SampleReady
 from relax_events.kafka.records import Record
-from relax_events.staleness import IssuedGroup, is_external
+from relax_events.staleness import BatchSlot, IssuedGroup, is_external
 from relax_events.topics import TopicPlan, compute_shard
 
 
@@ -41,16 +41,21 @@ class IssueRules:
         Raises:
             ForeignRecord: A rule is violated; the text names the field, the value and the rule.
         """
-        if is_external(issued.prompt_group_id):
-            return
         for problem in self._prompt_problems(issued):
             raise ForeignRecord(
                 f"prompt group {issued.prompt_group_id!r}: {problem}; no prompter of this run "
                 "writes such a record"
             )
 
+    def is_foreign(self, issued: PromptGroupIssued) -> bool:
+        """Return whether `check_prompt` refuses a prompt group."""
+        return any(self._prompt_problems(issued))
+
     def _prompt_problems(self, issued: PromptGroupIssued) -> Iterator[str]:
-        yield from self._slot_problems(issued.group_index, issued.samples_per_prompt)
+        if is_external(issued.prompt_group_id):
+            return
+        yield from self._index_problems(issued.group_index)
+        yield from self._size_problems(issued.samples_per_prompt)
         first = max(issued.train_step - self.plan.max_staleness, 0)
         if issued.required_policy_version < first:
             yield (
@@ -71,13 +76,19 @@ class IssueRules:
                 "such a record"
             )
 
-    def check_shard(self, record: Record, prompt_group_id: str) -> None:
-        """Check that an end request is on a partition of its prompt group's shard, so that the rank
-        that trains the prompt group reads it.
+    def check_end(self, record: Record, prompt_group_id: str, *, trainer_version: int) -> None:
+        """Check that an end request is for an external prompt group, or a batch slot that is issued
+        by now; and that it is on a partition of its prompt group's shard, so that the rank that
+        trains the prompt group reads it.
 
         Raises:
-            ForeignRecord: It is on a partition of another shard; the text names both.
+            CorruptRecord: The text is no id of a prompt group.
+            ForeignRecord: A rule is violated; the text names the value and the rule.
         """
+        slot = IssuedGroup.parse(prompt_group_id).slot
+        for problem in self._unissued_problems(slot, trainer_version):
+            if not is_external(prompt_group_id):
+                raise ForeignRecord(f"end request of prompt group {prompt_group_id}: {problem}")
         expected, shard = (
             compute_shard(prompt_group_id, shards=self.plan.partitions_per_version),
             record.partition % self.plan.partitions_per_version,
@@ -94,7 +105,7 @@ class IssueRules:
         except CorruptRecord as error:
             yield str(error)
             return
-        slot, newest = issued.slot, trainer_version + self.plan.max_staleness
+        slot = issued.slot
         if (named := (slot.train_step, slot.group_index, issued.attempt)) != (
             sample.key.train_step,
             sample.key.group_index,
@@ -104,12 +115,8 @@ class IssueRules:
                 f"its id names {named} where train_step, group_index and attempt are "
                 f"{(sample.key.train_step, sample.key.group_index, sample.key.attempt)}"
             )
-        yield from self._slot_problems(slot.group_index, sample.key.samples_per_prompt)
-        if slot.train_step > newest:
-            yield (
-                f"prompt groups are issued up to train step {newest} at version "
-                f"{trainer_version}, got {slot.train_step}"
-            )
+        yield from self._unissued_problems(slot, trainer_version)
+        yield from self._size_problems(sample.key.samples_per_prompt)
         if record.key != sample.prompt_group_id:
             yield f"its key must be its prompt group, got {record.key[:80]!r}"
         if record.partition != (
@@ -120,12 +127,23 @@ class IssueRules:
                 f"partition {expected}, got {record.partition}"
             )
 
-    def _slot_problems(self, group_index: int, samples_per_prompt: int) -> Iterator[str]:
+    def _unissued_problems(self, slot: BatchSlot, trainer_version: int) -> Iterator[str]:
+        yield from self._index_problems(slot.group_index)
+        newest = trainer_version + self.plan.max_staleness
+        if slot.train_step > newest:
+            yield (
+                f"prompt groups are issued up to train step {newest} at version "
+                f"{trainer_version}, got {slot.train_step}"
+            )
+
+    def _index_problems(self, group_index: int) -> Iterator[str]:
         if group_index >= self.prompts_per_step:
             yield (
                 f"group_index must be below run.prompts_per_step = {self.prompts_per_step}, got "
                 f"{group_index}"
             )
+
+    def _size_problems(self, samples_per_prompt: int) -> Iterator[str]:
         if samples_per_prompt != self.samples_per_prompt:
             yield (
                 f"samples_per_prompt must be run.samples_per_prompt = {self.samples_per_prompt}, "

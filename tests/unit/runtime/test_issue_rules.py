@@ -18,8 +18,8 @@ from relax_events.config import AlgorithmConfig
 from relax_events.errors import ForeignRecord, PoisonSample
 from relax_events.events.types import PromptGroupIssued
 from relax_events.kafka.records import Record
+from relax_events.runtime.issue_rules import IssueRules
 from relax_events.runtime.validation import check_trainable
-from relax_events.training.issue_rules import IssueRules
 
 CONFIG = run_config(prompts_per_step=4, samples_per_prompt=2, max_staleness=1)
 TERMS = IssueRules.from_config(CONFIG)
@@ -68,6 +68,26 @@ def test_prompt_in_a_batch_slot_that_the_run_lacks_is_rejected(
         else nullcontext()
     ):
         TERMS.check_prompt(prompt)
+    assert TERMS.is_foreign(prompt) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("000001-0004-0", "group_index must be below run.prompts_per_step = 4, got 4"),
+        ("000003-0002-0", "prompt groups are issued up to train step 2 at version 1, got 3"),
+        ("000002-0003-7", ""),
+        ("000000-0000-0", ""),
+        ("000900-1000004-0", ""),
+    ],
+)
+def test_end_request_for_a_batch_slot_that_is_not_issued_is_rejected(
+    name: str, problem: str
+) -> None:
+    partition = TERMS.plan.partition(name, 1)
+    record = Record("relax.r.prompt.end-requests", partition, 0, name, b"", {}, 0)
+    with pytest.raises(ForeignRecord, match=re.escape(problem)) if problem else nullcontext():
+        TERMS.check_end(record, name, trainer_version=1)
 
 
 def test_valid_sample_passes_the_issue_checks() -> None:
@@ -125,7 +145,7 @@ def test_end_request_on_a_partition_of_another_shard_is_rejected() -> None:
             if partition in own
             else pytest.raises(ForeignRecord, match="belong on partitions of shard")
         ):
-            TERMS.check_shard(record, "000001-0002-0")
+            TERMS.check_end(record, "000001-0002-0", trainer_version=1)
     assert (
         len(own)
         == plan.num_sample_partitions // plan.partitions_per_version
