@@ -1,5 +1,5 @@
-"""A run whose model and data are named on a hub: from an empty cache to its end, and resumed on
-a host with an empty cache of its own, after the hub's branches have moved."""
+"""A run whose model and data are named on a hub: from an empty cache to its end, then resumed and
+replayed on hosts with empty caches of their own, after the hub's branches have moved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN_SECONDS = 250.0
 
 
 @pytest.mark.long
-def test_run_by_name_is_resumed_from_its_commit_on_another_host(
+def test_run_by_name_keeps_its_commit_on_other_hosts(
     relax: Relax,
     prepared: Path,
     bootstrap_servers: str,
@@ -59,10 +59,20 @@ def test_run_by_name_is_resumed_from_its_commit_on_another_host(
         assert "run.num_steps" in changes
         assert "hf:" not in changes.partition("run.num_steps")[0]
 
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-        hub.calls.clear()
-        third = relax("run", run_file, broker, "run.num_steps=4", timeout_seconds=RUN_SECONDS)
-        assert third.code == 0, third.err
-        assert hub.calls == []
-    cache = tmp_path / "second/hub/models--org--tiny"
-    assert (cache / "snapshots" / commit / "model.safetensors").is_file()
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "third"))
+        alone = relax("worker", "rollout", run_file, broker)
+        assert alone.code == 2
+        remedy = f"relax models prepare RUN_FILE model.path={name}"
+        assert f"{name} is not in this host's cache of the hub; fetch it: {remedy}" in alone.err
+        assert relax("models", "prepare", run_file, f"model.path={name}").code == 0
+
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "fourth"))
+        servers = ("--bootstrap-servers", bootstrap_servers)
+        replayed = relax(
+            *("runs", "replay", run_id, f"{run_id}-again", *servers, "--verify", "--trust-source"),
+            timeout_seconds=RUN_SECONDS,
+        )
+        assert replayed.code == 0, replayed.err
+    for host in ("second", "third", "fourth"):
+        snapshots = tmp_path / host / "hub/models--org--tiny/snapshots"
+        assert (snapshots / commit / "model.safetensors").is_file()
