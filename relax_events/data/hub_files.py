@@ -62,10 +62,13 @@ def locate_files(source: str, split: str, *, key: str) -> list[Path]:
         ConfigError: As `find_cached_files`, or they were not fetched; the text names the command.
     """
     if (files := find_cached_files(source, split, key=key)) is None:
-        raise ConfigError(
-            f"{key} {source} is not in this host's cache of the hub; fetch it: relax models "
-            f"prepare RUN_FILE {key}={source}"
+        command = "relax models prepare RUN_FILE"
+        remedy = (
+            f"name it so in the run file, and fetch it: {command}"  # lists take no overrides
+            if "[" in key
+            else f"fetch it: {command} {key}={source}"
         )
+        raise ConfigError(f"{key} {source} is not in this host's cache of the hub; {remedy}")
     return files
 
 

@@ -343,6 +343,7 @@ def test_another_split_is_fetched_later(hub: Hub, dataset: Repo, tmp_path: Path)
     evaluation = {"datasets": [{"name": "held-out", "source": "hf:org/rows:main:test"}]}
     config = fetch_rows(tmp_path, "hf:org/rows:train", evaluation=evaluation)
     (held_out,) = config.evaluation.datasets
+    assert held_out.prompt_key == "question", "it takes the columns of the prompts"
     assert open_source(held_out, seed=0).row(0).messages[0].text == "d4"
 
 
@@ -354,6 +355,8 @@ def test_dataset_that_was_not_fetched_names_the_command(
     test = config.data.model_copy(update={"source": source})
     with pytest.raises(ConfigError, match=f"fetch it: .* RUN_FILE data.source={source}"):
         open_source(test, seed=0)
+    with pytest.raises(ConfigError, match=r"name it so in the run file, .* prepare RUN_FILE$"):
+        open_source(test, seed=0, section="data.datasets[1]")
 
 
 def test_dataset_that_lacks_a_part_is_completed(hub: Hub, dataset: Repo, tmp_path: Path) -> None:
