@@ -19,6 +19,7 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import Outcome
 from relax_events.staleness import (
     BatchSlot,
+    BatchSupply,
     IssuedGroup,
     ReadyGroup,
     ReadyGroups,
@@ -191,8 +192,13 @@ class StepSimulator:
         self._samples_per_prompt = len(lengths(IssuedGroup(BatchSlot(0, 0), 0, 0)))
         self._queue: deque[list[SimulatedGroup]] = deque()
         self._ready: dict[str, SimulatedGroup] = {}
-        self._ready_groups = ReadyGroups(order=schedule.sample_order)
+        self._ready_groups = ReadyGroups(
+            order=schedule.sample_order, prompts_per_step=schedule.prompts_per_step
+        )
+        self._in_order = schedule.sample_order == "fifo"
+        self._supply = BatchSupply(prompts_per_step=schedule.prompts_per_step, first_step=0)
         self._num_trained = self._version = self._next_step = 0
+        self._taken: list[BatchSlot] = []
         self._trainer_busy = False
         self._forward_free = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -227,12 +233,20 @@ class StepSimulator:
         steps = admitted_steps(
             version, max_staleness=schedule.max_staleness, num_steps=schedule.num_steps
         )
-        slots = find_unissued_slots(
-            (),
-            steps=range(self._next_step, steps.stop),
-            prompts_per_step=schedule.prompts_per_step,
-        )
-        self._issue([IssuedGroup(slot, 0, 0) for slot in slots], num_generations=1)
+        if self._in_order:
+            for slot in self._taken:
+                self._supply.train(slot)
+            self._taken = []
+            self._drop_leftover(version)
+            for step in range(version, steps.stop):
+                self._fill(step)
+        else:
+            slots = find_unissued_slots(
+                (),
+                steps=range(self._next_step, steps.stop),
+                prompts_per_step=schedule.prompts_per_step,
+            )
+            self._issue([IssuedGroup(slot, 0, 0) for slot in slots], num_generations=1)
         self._next_step = max(self._next_step, steps.stop)
         for group in list(self._ready.values()):
             self._expire(group)
@@ -241,12 +255,34 @@ class StepSimulator:
         self._dispatch()
         self._train()
 
+    def _fill(self, step: int) -> None:
+        """Issue the prompt groups that an admitted step lacks."""
+        slots = self._supply.find_empty_slots(step, uses_spares=True)
+        self._issue([IssuedGroup(slot, 0, 0) for slot in slots], num_generations=1)
+
+    def _drop_leftover(self, version: int) -> None:
+        """End the prompt groups of trained steps that no engine has started."""
+        for batch in self._queue:
+            for group in batch:
+                self._num_expired += group.train_step < version
+            batch[:] = [group for group in batch if group.train_step >= version]
+        for engine in self._engines:
+            for group in [group for group in engine.waiting if group.train_step < version]:
+                engine.waiting.remove(group)
+                self._num_expired += 1
+                self._end_lease(engine, group)
+
+    def _end_lease(self, engine: SimulatedEngine, group: SimulatedGroup) -> None:
+        group.lease.num_left -= 1
+        engine.num_leases -= not group.lease.num_left
+
     def _issue(self, issued: Sequence[IssuedGroup], *, num_generations: int) -> None:
         size = self._schedule.batch_size
         for begin in range(0, len(issued), size):
             batch = issued[begin : begin + size]
             lease, groups = SimulatedLease(len(batch)), list[SimulatedGroup]()
             for one in batch:
+                self._supply.add(one)
                 required = max(one.slot.train_step - self._schedule.max_staleness, 0)
                 if one.attempt:
                     required = max(required, self._version)
@@ -349,8 +385,7 @@ class StepSimulator:
         group.num_left -= 1
         if not group.num_left:
             engine.num_groups -= 1
-            group.lease.num_left -= 1
-            engine.num_leases -= not group.lease.num_left
+            self._end_lease(engine, group)
             self._forward(group)
         self._renew(engine)
         self._dispatch()
@@ -381,7 +416,7 @@ class StepSimulator:
             group.policy_version,
             trainer_version=self._version,
             max_staleness=self._schedule.max_staleness,
-        )
+        ) or (self._in_order and group.train_step < self._version)
         if expired:
             group_id = group.issued.prompt_group_id
             self._ready.pop(group_id, None)
@@ -393,9 +428,21 @@ class StepSimulator:
     def _end(self, group: SimulatedGroup, outcome: Outcome) -> None:
         """Count an untrained prompt group, and issue its batch slot again."""
         self._num_wasted_tokens += group.num_tokens
-        if (successor := build_reissue(group.issued, outcome=outcome, next_row=0)) is not None:
-            self._issue([successor], num_generations=group.num_generations + 1)
-            self._dispatch()
+        issued, num_generations = group.issued, group.num_generations + 1
+        if self._in_order:
+            self._ready_groups.apply((), (), [(group.train_step, group.group_index)])
+            if group.train_step < self._version:
+                return
+            self._supply.end(issued, outcome)
+        if self._in_order and outcome is not Outcome.EXPIRED:
+            replacements = self._supply.find_replacements(issued, uses_spares=True)
+            again = [IssuedGroup(slot, attempt, 0) for slot, attempt in replacements]
+        else:
+            successor = build_reissue(issued, outcome=outcome, next_row=0)
+            again = [successor] if successor is not None else []
+        self._issue(again, num_generations=num_generations)
+        self._dispatch()
+        self._train()
 
     def _train(self) -> None:
         """Start on the next prompt group of the step, as soon as there is one; colocated, only when
@@ -408,6 +455,7 @@ class StepSimulator:
         (chosen,) = self._ready_groups.take(1, trainer_version=version)
         seconds = self._timing.to_train_seconds if self._num_trained == 0 else 0.0
         group = self._ready.pop(chosen.prompt_group_id)
+        self._taken.append(group.issued.slot)
         self._generations[self._version] = max(
             self._generations[self._version], group.num_generations
         )
@@ -442,10 +490,13 @@ def _ready_group(group: SimulatedGroup) -> ReadyGroup:
 def repeat_lengths(
     steps: Sequence[Sequence[Sequence[int]]],
 ) -> Callable[[IssuedGroup], Sequence[int]]:
-    """Return the lengths of a prompt group by train step and batch slot, the same at each attempt."""
+    """Return the lengths of a prompt group by train step and batch slot, the same at each attempt;
+    spares repeat them.
+    """
 
     def look_up(group: IssuedGroup) -> Sequence[int]:
         slot: BatchSlot = group.slot
-        return steps[slot.train_step][slot.group_index]
+        groups = steps[slot.train_step]
+        return groups[slot.group_index % len(groups)]
 
     return look_up

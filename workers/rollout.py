@@ -19,6 +19,7 @@ from relax_events.config import RunConfig
 from relax_events.data.rendering import PromptRenderer
 from relax_events.engines.protocol import Engine
 from relax_events.errors import PoisonSample
+from relax_events.events.parts import Outcome
 from relax_events.events.types import Event, PolicyVersionPublished
 from relax_events.kafka.leases import Lease, LeaseSource
 from relax_events.media.library import MediaLibrary
@@ -35,7 +36,12 @@ from relax_events.roles.weight_updater import WeightUpdater
 from relax_events.roles.worker_factory import open_store, open_worker
 from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
-from relax_events.staleness import choose_submissions, count_spare_leases, may_submit
+from relax_events.staleness import (
+    choose_submissions,
+    count_spare_leases,
+    is_external,
+    may_submit,
+)
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics.names import PROMPT_GROUPS
 from relax_events.weights.factory import open_weights_reader
@@ -272,7 +278,7 @@ class RolloutLoop:
                 self._waiting[event.prompt_group_id] = self._intake.render(lease, event)
             except (PoisonSample, ValueError) as error:
                 self._worker.records.dead_letter(lease.record, PoisonSample(str(error)))
-                self._intake.fail(lease, f"prompt can't be rendered: {error}")
+                self._intake.end(lease, Outcome.FAILED, f"prompt can't be rendered: {error}")
 
     def _find_inflight(self, prompt_group_id: str) -> InflightGroup | None:
         return (
@@ -285,6 +291,7 @@ class RolloutLoop:
         """Submit waiting prompt groups, oldest first, while the engine has capacity, its version is
         new enough and their media are fetched.
         """
+        self._end_left()
         loaded = self._engine.policy_version
         if self._worker.control.is_paused or not may_submit(
             self._config.run.weight_update_mode,
@@ -304,6 +311,17 @@ class RolloutLoop:
             groups = [self._waiting.pop(issued.prompt_group_id) for issued in chosen]
             num_refused = sum(not self._submit(group) for group in groups)
 
+    def _end_left(self) -> None:
+        """End the waiting prompt groups of steps that have their batch: they are unused spares."""
+        if self._config.run.sample_order != "fifo":
+            return
+        published = self._worker.control.policy_version
+        for name, group in list(self._waiting.items()):
+            if group.issued.train_step < published and not is_external(name):
+                reason = f"it was a spare: version {published} is published"
+                for lease in self._waiting.pop(name).leases:
+                    self._intake.end(lease, Outcome.EXPIRED, reason)
+
     def _submit(self, group: InflightGroup) -> bool:
         self._wake()
         try:
@@ -321,7 +339,7 @@ class RolloutLoop:
         except PoisonSample as error:
             self._worker.records.dead_letter(group.leases[0].record, error)
             for lease in group.leases:
-                self._intake.fail(lease, f"engine refused the prompt: {error}")
+                self._intake.end(lease, Outcome.FAILED, f"engine refused the prompt: {error}")
             return False
         self._running[group.issued.prompt_group_id] = group
         group.trace = self._begin_trace(group)

@@ -232,6 +232,7 @@ class TrainLoop:
             max_staleness=self._config.run.max_staleness,
             decided=set(history.ended_group_ids),
             forgotten_step=history.forgotten_step,
+            in_order=self._config.run.sample_order == "fifo",
         )
         self._intake = SampleIntake(
             self._worker,

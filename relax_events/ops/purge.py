@@ -10,8 +10,8 @@ A record may be deleted up to the lowest of these offsets:
     critic      (in a run with a critic) the first record of any step after its newest checkpoint
     followers   the checkpoint of every run that trains this run's samples, unless it is more than
                 `run.follower_versions` behind the retained versions
-    slots       (prompt queue) the first record whose batch slot was not trained for a version
-                that is not retained
+    slots       (prompt queue) the first record whose batch slot, or in order its step, was not
+                trained for a version that is not retained
 
 Control topics are never purged: they are the ledger.
 """
@@ -184,9 +184,10 @@ def queue_bounds(
     ended: Collection[str],
     trained: Mapping[BatchSlot, int],
     before_version: int,
+    in_order: bool = False,
 ) -> dict[TopicPartition, int]:
     """Return the offset of each queue partition below which every prompt group has ended and its
-    batch slot was trained long ago.
+    batch slot was trained long ago; in order, below which every prompt group's step was.
 
     The record with the highest row is kept with all records after it: a restarted prompter derives
     the next prompt from it.
@@ -197,6 +198,8 @@ def queue_bounds(
         ended: Ids of the prompt groups that ended.
         trained: The train step that trained each batch slot.
         before_version: A batch slot counts when the version that its step made is older.
+        in_order: Whether a step trains only prompt groups issued for it, so that none of an older
+            step is needed. Spares of it may have no outcome.
     """
     bounds = dict.fromkeys(
         ((plan.topic(PROMPT_GROUPS), partition) for partition in range(plan.queue_partitions)), 0
@@ -208,7 +211,15 @@ def queue_bounds(
             continue  # an unreadable record is deleted with its neighbours
         newest = max(newest, (item.issued.row, item.partition, item.offset))
         step = trained.get(BatchSlot(item.issued.train_step, item.issued.group_index))
-        if item.issued.prompt_group_id not in ended or step is None or step + 1 >= before_version:
+        if in_order:
+            is_done = item.issued.train_step + 1 < before_version
+        else:
+            is_done = (
+                item.issued.prompt_group_id in ended
+                and step is not None
+                and step + 1 < before_version
+            )
+        if not is_done:
             closed.add(item.partition)
         if item.partition not in closed:
             bounds[plan.topic(PROMPT_GROUPS), item.partition] = item.offset + 1

@@ -174,7 +174,12 @@ class Purger:
         begins = self._admin.beginning_offsets([*targets, *queue])
         queued = self._queued(begins, queue)
         targets |= queue_bounds(
-            self._plan, queued, ended=state.ended, trained=state.trained, before_version=oldest
+            self._plan,
+            queued,
+            ended=state.ended,
+            trained=state.trained,
+            before_version=oldest,
+            in_order=self._config.run.sample_order == "fifo",
         )
         state.keep_only([group.issued for group in queued if group.issued is not None])
         usable = self._usable_checkpoint(state)

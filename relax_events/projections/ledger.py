@@ -91,6 +91,7 @@ class Ledger:
     _groups: dict[int, dict[str, GroupFacts]] = field(default_factory=dict)
     _steps: dict[int, StepFacts] = field(default_factory=dict)
     _parent_steps: dict[int, StepFacts] = field(default_factory=dict)
+    _last_index: dict[int, int] = field(default_factory=dict)
     _closed_below: int = 0
     _closed: set[int] = field(default_factory=set)
     _sequence: SequenceCheck = field(init=False)
@@ -114,7 +115,9 @@ class Ledger:
             self._parent_steps,
             checks_advantages=self.advantages is not None,
         )
-        self._group_check = GroupCheck(self.is_replay, self._evidence, self._sequence.consumed)
+        self._group_check = GroupCheck(
+            self.is_replay, self._evidence, self._sequence.consumed, self._last_index
+        )
 
     @property
     def num_held(self) -> int:
@@ -211,6 +214,7 @@ class Ledger:
         groups = self._groups.pop(step)
         for group in groups.values():
             self._drop_group(group)
+        self._last_index.pop(step, None)
         self._final.findings.add_all(check_slots(groups))
         self._closed.add(step)
         while self._closed_below in self._closed:
@@ -307,6 +311,16 @@ class Ledger:
             self._apply_trained(sample, where)
         self._sequence.apply_consumed(event, where)
         self._steps.setdefault(event.train_step, facts)
+        if self.in_order:
+            slots = [
+                group.batch_slot.slot
+                for name in event.prompt_group_ids
+                if (group := self._group(name)) is not None and group.batch_slot is not None
+            ]
+            self._last_index[event.train_step] = max(
+                (slot.group_index for slot in slots if slot.train_step == event.train_step),
+                default=-1,
+            )
 
     def _apply_trained(self, sample: Trained, where: str) -> None:
         group = self._group(sample.sample_id.rpartition("/")[0])

@@ -100,7 +100,7 @@ REMEDIES = {
     Rule.DUPLICATE_OUTCOME: f"{WRITER}; {LINEAGE}",
     Rule.NO_REASON: f"{WRITER}; {LINEAGE}",
     Rule.STEP_WITHOUT_OUTCOME: (
-        f"was run.prompts_per_step changed between two starts of the run? {LINEAGE}"
+        f"the step trained later batch slots, and left this one open; {LINEAGE}"
     ),
     Rule.OFFSETS_WITHOUT_OUTCOME: f"the trainer will not read it again; {LINEAGE}",
     Rule.OFFSET_WENT_BACK: WRITER,

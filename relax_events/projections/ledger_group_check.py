@@ -26,11 +26,14 @@ class GroupCheck:
         is_replay: Whether the batches are those of a parent run.
         evidence: Records that may be missing.
         consumed: The next offset of the trainer's input, by entity and partition.
+        last_index: Index of the last prompt group that each step trained, where a step trains only
+            prompt groups issued for it: those behind it are spares, which may still be in flight.
     """
 
     is_replay: bool
     evidence: Evidence
     consumed: Mapping[tuple[str, int], int]
+    last_index: Mapping[int, int]
 
     def check(self, group: GroupFacts, *, complete_below: int, last_step: int) -> LedgerTotals:
         """Check a prompt group, and count it."""
@@ -199,7 +202,12 @@ class GroupCheck:
             findings.add(
                 Rule.OFFSETS_WITHOUT_OUTCOME, f"{group.group_id}: its newest record is {where}"
             )
-        elif slot_position is not None and slot_position.train_step < complete_below:
+        elif (
+            slot_position is not None
+            and slot_position.train_step < complete_below
+            and slot_position.group_index
+            < self.last_index.get(slot_position.train_step, slot_position.group_index + 1)
+        ):
             findings.add(
                 Rule.STEP_WITHOUT_OUTCOME, f"{group.group_id}; steps are trained up to {last_step}"
             )

@@ -119,23 +119,26 @@ class PromptIntake:
             return None
         except PoisonSample as error:
             self._worker.records.dead_letter(lease.record, error)
-        self.fail(lease, "prompt record is unusable")
+        self.end(lease, Outcome.FAILED, "prompt record is unusable")
         return None
 
-    def fail(self, lease: Lease, reason: str) -> None:
-        """End a prompt group that can't be generated, and remove it from the queue."""
+    def end(self, lease: Lease, outcome: Outcome, reason: str) -> None:
+        """End a prompt group that can't be or need not be generated, and remove it from the
+        queue.
+        """
         # a record of an unknown producer belongs to no prompt group: a dead letter is enough
         with suppress(CorruptRecord):
             self._worker.records.producer.send(
-                self._worker.records.build_end_request(lease.record.key, Outcome.FAILED, reason)
+                self._worker.records.build_end_request(lease.record.key, outcome, reason)
             )
         self._worker.records.producer.flush()
         lease.done()
 
     def give_up(self, lease: Lease) -> None:
         """Fail a prompt group that was delivered too often."""
-        self.fail(
+        self.end(
             lease,
+            Outcome.FAILED,
             (
                 f"failed at delivery {lease.delivery_count}: the workers that leased it "
                 "crashed or were stopped"

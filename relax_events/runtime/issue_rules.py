@@ -12,7 +12,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord
 from relax_events.events.types import PromptGroupIssued, SampleReady
 from relax_events.kafka.records import Record
-from relax_events.staleness import BatchSlot, IssuedGroup, is_external
+from relax_events.staleness import SLOTS_PER_PROMPT, BatchSlot, IssuedGroup, is_external
 from relax_events.topics import TopicPlan, compute_shard
 
 
@@ -137,10 +137,10 @@ class IssueRules:
             )
 
     def _index_problems(self, group_index: int) -> Iterator[str]:
-        if group_index >= self.prompts_per_step:
+        if group_index >= SLOTS_PER_PROMPT * self.prompts_per_step:
             yield (
-                f"group_index must be below run.prompts_per_step = {self.prompts_per_step}, got "
-                f"{group_index}"
+                f"group_index must be below {SLOTS_PER_PROMPT} x run.prompts_per_step = "
+                f"{SLOTS_PER_PROMPT * self.prompts_per_step}, got {group_index}"
             )
 
     def _size_problems(self, samples_per_prompt: int) -> Iterator[str]:

@@ -3,11 +3,14 @@ and offsets.
 """
 
 from relax_events.staleness.admission import (
+    SLOTS_PER_PROMPT,
     BatchSlot,
+    BatchSupply,
     IssuedGroup,
     admitted_steps,
     build_group_end,
     build_reissue,
+    count_missing,
     find_unissued_slots,
     is_external,
 )
@@ -28,7 +31,9 @@ from relax_events.staleness.window import (
 )
 
 __all__ = [
+    "SLOTS_PER_PROMPT",
     "BatchSlot",
+    "BatchSupply",
     "IssuedGroup",
     "ReadyGroup",
     "ReadyGroups",
@@ -37,6 +42,7 @@ __all__ = [
     "build_reissue",
     "choose_submissions",
     "compute_staleness",
+    "count_missing",
     "count_spare_leases",
     "find_skip_targets",
     "find_unissued_slots",

@@ -7,19 +7,23 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_events.events.parts import Outcome
 from relax_events.staleness import (
+    SLOTS_PER_PROMPT,
     BatchSlot,
+    BatchSupply,
     IssuedGroup,
     ReadyGroup,
     ReadyGroups,
     admitted_steps,
     build_reissue,
     compute_staleness,
+    count_missing,
     find_skip_targets,
     find_unissued_slots,
     is_expired,
@@ -143,48 +147,104 @@ def test_reissue_keeps_the_batch_slot_and_retries_expired_prompts(
 @dataclass
 class SimulatedRun:
     """Prompter, engines and trainer as state over the pure functions; `chance` decides who moves
-    next."""
+    next, and what a prompter that crashes has not written."""
 
     max_staleness: int
     order: SampleOrder
     chance: random.Random
-    failing_ratio: float
+    pass_ratio: float
+    crashes: bool = False
     num_steps: int = 6
     prompts_per_step: int = 3
     version: int = 0
-    next_row: int = 0
+    used_rows: set[int] = field(default_factory=set)
+    log: list[IssuedGroup | tuple[IssuedGroup, Outcome]] = field(default_factory=list)
     taken_slots: set[BatchSlot] = field(default_factory=set)
     waiting: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     running: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     ready: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     outcomes: Counter[Outcome] = field(default_factory=Counter)
-    trained_ids: list[str] = field(default_factory=list)
+    trained: list[IssuedGroup] = field(default_factory=list)
     seen_staleness: list[int] = field(default_factory=list)
 
     def run(self) -> None:
+        self.supply = self.start_supply()
         self.admit()
+        moves = [self.start, self.finish, self.train] + [self.restart] * self.crashes
         for _ in range(20_000):
             if self.version == self.num_steps:
                 return
-            self.chance.choice([self.start, self.finish, self.train])()
+            self.chance.choice(moves)()
         raise AssertionError("the run got stuck")
+
+    def start_supply(self) -> BatchSupply:
+        return BatchSupply(
+            prompts_per_step=self.prompts_per_step,
+            first_step=0,
+            returns_filtered=self.max_staleness == 0,
+        )
+
+    def passes(self, row: int) -> bool:
+        return random.Random(f"row {row}").random() < self.pass_ratio
+
+    def restart(self) -> None:
+        """The prompter reads back what it issued, then the outcomes."""
+        before, self.supply = self.supply, self.start_supply()
+        for entry in self.log:
+            if isinstance(entry, IssuedGroup):
+                self.supply.add(entry)
+        for entry in self.log:
+            if not isinstance(entry, IssuedGroup):
+                self.apply_end(*entry)
+        assert self.supply.open_step == before.open_step
+        assert self.supply.slots_used == before.slots_used
+        assert self.supply.returned_rows == before.returned_rows
+        self.admit()
+
+    def apply_end(self, group: IssuedGroup, outcome: Outcome) -> None:
+        if outcome is Outcome.TRAINED:
+            self.supply.train(group.slot)
+        else:
+            self.supply.end(group, outcome)
 
     def admit(self) -> None:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        for empty_slot in find_unissued_slots(
-            self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step
-        ):
-            self.issue(
-                IssuedGroup(empty_slot, 0, self.next_row),
-                required=max(empty_slot.train_step - self.max_staleness, 0),
+        if self.order == "fifo":
+            slots = [
+                slot
+                for step in range(self.version, steps.stop)
+                for slot in self.supply.find_empty_slots(step, uses_spares=True)
+            ]
+        else:
+            slots = find_unissued_slots(
+                self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step
             )
-            self.next_row += 1
+        self.issue([(slot, 0) for slot in slots])
 
-    def issue(self, group: IssuedGroup, *, required: int) -> None:
-        self.taken_slots.add(group.slot)
-        self.waiting.append((group, required))
+    def issue(self, slots: list[tuple[BatchSlot, int]], *, row: int | None = None) -> None:
+        """Issue with the rows of unused spares, then with the next ones; a prompter that crashes
+        has issued some of them."""
+        returned = sorted(self.supply.returned_rows)[: len(slots)] if row is None else [row]
+        new = (number for number in count() if number not in self.used_rows)
+        rows = [*returned, *islice(new, len(slots) - len(returned))]
+        groups = [
+            IssuedGroup(slot, attempt, number)
+            for (slot, attempt), number in zip(slots, rows, strict=True)
+        ]
+        crashes = self.crashes and row is None and self.chance.random() < 0.1
+        if crashes:
+            groups = [group for group in groups if self.chance.random() < 0.5]
+        for group in groups:
+            self.supply.add(group)
+            self.log.append(group)
+            self.taken_slots.add(group.slot)
+            self.used_rows.add(group.row)
+            oldest = max(group.slot.train_step - self.max_staleness, 0)
+            self.waiting.append((group, self.version if group.attempt else oldest))
+        if crashes:
+            self.restart()
 
     def start(self) -> None:
         """An engine that has any version from the required one to the newest takes any waiting
@@ -196,20 +256,31 @@ class SimulatedRun:
     def finish(self) -> None:
         if self.running:
             group, version = self.running.pop(self.chance.randrange(len(self.running)))
-            if self.chance.random() < self.failing_ratio:
-                self.end(group, Outcome.FAILED)
-            else:
+            if self.passes(group.row):
                 self.ready.append((group, version))
+            else:
+                self.end(group, Outcome.FILTERED)
 
     def end(self, group: IssuedGroup, outcome: Outcome) -> None:
         self.outcomes[outcome] += 1
-        if (successor := build_reissue(group, outcome=outcome, next_row=self.next_row)) is not None:
-            self.next_row += 1
-            self.issue(successor, required=self.version)
+        self.log.append((group, outcome))
+        self.apply_end(group, outcome)
+        again = [(group.slot, group.attempt + 1)]
+        if self.order == "fifo" and group.slot.train_step < self.version:
+            return
+        if outcome is Outcome.EXPIRED:
+            self.issue(again, row=group.row)
+        elif self.order == "fifo":
+            self.issue(self.supply.find_replacements(group, uses_spares=True))
+        else:
+            self.issue(again)
 
     def train(self) -> None:
         for group, version in list(self.ready):
-            if is_expired(version, trainer_version=self.version, max_staleness=self.max_staleness):
+            is_left = self.order == "fifo" and group.slot.train_step < self.version
+            if is_left or is_expired(
+                version, trainer_version=self.version, max_staleness=self.max_staleness
+            ):
                 self.ready.remove((group, version))
                 self.end(group, Outcome.EXPIRED)
         rows = [
@@ -222,48 +293,105 @@ class SimulatedRun:
             )
             for group, version in self.ready
         ]
-        waiting = ReadyGroups(order=self.order)
-        waiting.apply(rows, [])
-        chosen = waiting.take(self.prompts_per_step, trainer_version=self.version)
-        if len(chosen) < self.prompts_per_step:
-            return
-        for row in chosen:
-            self.seen_staleness.append(
-                compute_staleness(row.policy_version, trainer_version=self.version)
-            )
-            self.trained_ids.append(row.prompt_group_id)
-            self.outcomes[Outcome.TRAINED] += 1
-        taken = {row.prompt_group_id for row in chosen}
-        self.ready = [
-            (group, version) for group, version in self.ready if group.prompt_group_id not in taken
+        waiting = ReadyGroups(order=self.order, prompts_per_step=self.prompts_per_step)
+        ended = [
+            (entry[0].slot.train_step, entry[0].slot.group_index)
+            for entry in self.log
+            if not isinstance(entry, IssuedGroup) and entry[1] is not Outcome.TRAINED
         ]
+        waiting.apply(rows, [], ended)
+        if waiting.count_eligible(self.version) < self.prompts_per_step:
+            return
+        chosen = {
+            row.prompt_group_id
+            for row in waiting.take(self.prompts_per_step, trainer_version=self.version)
+        }
+        taken = [one for one in self.ready if one[0].prompt_group_id in chosen]
+        self.ready = [one for one in self.ready if one[0].prompt_group_id not in chosen]
+        for group, version in sorted(taken, key=lambda one: one[0].slot):
+            self.seen_staleness.append(compute_staleness(version, trainer_version=self.version))
+            self.trained.append(group)
+            self.outcomes[Outcome.TRAINED] += 1
+            self.log.append((group, Outcome.TRAINED))
+            self.supply.train(group.slot)
         self.version += 1
         self.admit()
 
 
-@given(max_staleness=st.integers(0, 3), seed=SEEDS, failing_ratio=st.sampled_from([0.0, 0.3]))
-def test_in_order_run_never_trains_too_stale_and_expires_nothing(
-    max_staleness: int, seed: int, failing_ratio: float
+@given(
+    max_staleness=st.integers(0, 3),
+    seed=SEEDS,
+    pass_ratio=st.sampled_from([1.0, 0.7, 0.3]),
+    crashes=st.booleans(),
+)
+def test_in_order_run_trains_each_steps_first_passing_groups_and_none_too_stale(
+    max_staleness: int, seed: int, pass_ratio: float, crashes: bool
 ) -> None:
-    run = SimulatedRun(max_staleness, "fifo", random.Random(seed), failing_ratio)
+    run = SimulatedRun(max_staleness, "fifo", random.Random(seed), pass_ratio, crashes)
     run.run()
     assert max(run.seen_staleness) <= max_staleness
-    assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
-    assert run.outcomes[Outcome.EXPIRED] == 0
-    taken_slots = [IssuedGroup.parse(group_id).slot for group_id in run.trained_ids]
-    assert sorted(taken_slots) == [
-        BatchSlot(step, index) for step in range(6) for index in range(3)
+    assert len({group.prompt_group_id for group in run.trained}) == len(run.trained) == 18
+    assert len({group.row for group in run.trained}) == 18
+    assert [group.slot.train_step for group in run.trained] == [
+        step for step in range(6) for _ in range(3)
     ]
+    issued: dict[BatchSlot, IssuedGroup] = {
+        entry.slot: entry for entry in run.log if isinstance(entry, IssuedGroup)
+    }
+    if all(group.attempt == 0 or group.slot.group_index >= 3 for group in issued.values()):
+        for step in range(6):
+            passing = [
+                slot
+                for slot, group in sorted(issued.items())
+                if slot.train_step == step and run.passes(group.row)
+            ]
+            assert passing[:3] == [g.slot for g in run.trained if g.slot.train_step == step]
+    assert max(slot.group_index for slot in issued) < SLOTS_PER_PROMPT * 3
+    if pass_ratio == 1.0:
+        assert sorted(issued) == [BatchSlot(step, index) for step in range(6) for index in range(3)]
+        assert run.outcomes[Outcome.EXPIRED] == 0
+
+
+@given(seed=SEEDS, pass_ratio=st.sampled_from([0.7, 0.4]))
+def test_on_policy_run_trains_the_first_rows_that_pass_whatever_ends_first(
+    seed: int, pass_ratio: float
+) -> None:
+    run = SimulatedRun(0, "fifo", random.Random(seed), pass_ratio)
+    run.run()
+    passing = [row for row in range(1000) if run.passes(row)]
+    assert [group.row for group in run.trained] == passing[:18]
 
 
 @given(max_staleness=st.integers(0, 3), seed=SEEDS)
 def test_ready_first_run_never_trains_too_stale_and_reaches_its_goal(
     max_staleness: int, seed: int
 ) -> None:
-    run = SimulatedRun(max_staleness, "ready_first", random.Random(seed), 0.1)
+    run = SimulatedRun(max_staleness, "ready_first", random.Random(seed), 0.9)
     run.run()
     assert max(run.seen_staleness) <= max_staleness
-    assert len(set(run.trained_ids)) == len(run.trained_ids) == 18
+    assert len({group.prompt_group_id for group in run.trained}) == len(run.trained) == 18
+
+
+@given(
+    prompts=st.integers(1, 300),
+    ratio=st.floats(0.1, 1.0),
+    num_measured=st.integers(0, 2000),
+    rounds=st.lists(
+        st.tuples(st.integers(1, 400), st.integers(0, 400)).filter(lambda one: one[1] <= one[0]),
+        max_size=4,
+    ),
+)
+def test_prompt_groups_of_a_step_are_never_too_few(
+    prompts: int, ratio: float, num_measured: int, rounds: list[tuple[int, int]]
+) -> None:
+    number = count_missing(
+        rounds, prompts_per_step=prompts, pass_ratio=ratio, num_measured=num_measured
+    )
+    num_left = sum(issued - ended for issued, ended in rounds)
+    assert num_left + number >= prompts
+    if ratio == 1.0:
+        assert number == max(prompts - num_left, 0)
+    assert number <= 1.25 * prompts / ratio
 
 
 def select_groups(
@@ -294,7 +422,7 @@ def test_each_round_selects_the_oldest_eligible_groups_of_all_that_wait(
 ) -> None:
     """What is selected from changes equals what was selected from all prompt groups, sorted again in
     each round; the ranks may report in any order."""
-    waiting, every = ReadyGroups(order=order), dict[str, ReadyGroup]()
+    waiting, every = ReadyGroups(order=order, prompts_per_step=3), dict[str, ReadyGroup]()
     version = 0
     for ready, removed in rounds:
         newest = {group.prompt_group_id: group for group in ready}

@@ -103,9 +103,28 @@ class DedupWindow:
 class BatchAssembler:
     """See the module's docstring."""
 
-    def __init__(self, *, max_staleness: int, decided: set[str], forgotten_step: int = -1) -> None:
-        self._max_staleness = max_staleness
+    def __init__(
+        self,
+        *,
+        max_staleness: int,
+        decided: set[str],
+        forgotten_step: int = -1,
+        in_order: bool = False,
+    ) -> None:
+        """Start with no sample.
+
+        Args:
+            max_staleness: The bound, in policy versions.
+            decided: Ids of the prompt groups whose outcome is committed.
+            forgotten_step: Prompt groups issued for it or an older step are done; -1 for none.
+            in_order: Whether a step trains only prompt groups issued for it: those that it leaves
+                end as expired.
+        """
+        self._max_staleness, self._in_order = max_staleness, in_order
         self._done = DedupWindow(decided, forgotten_step=forgotten_step)
+        self._decided = decided
+        """Prompt groups that ended before the first step of this process."""
+        self._ended_slots: list[tuple[int, int]] = []
         self._partial_groups: dict[str, dict[int, _PartialGroup]] = {}
         """By prompt group, then by policy version."""
         self._ready: dict[str, ReadyGroup] = {}
@@ -153,6 +172,8 @@ class BatchAssembler:
                     trainer_version=trainer_version,
                 )
             )
+        elif self._is_left(group_id, trainer_version):
+            self._end_left(group_id, event.policy_version, trainer_version)
         elif is_expired(
             event.policy_version, trainer_version=trainer_version, max_staleness=self._max_staleness
         ):
@@ -231,7 +252,13 @@ class BatchAssembler:
         self._note_readiness(group_id)
 
     def advance(self, trainer_version: int) -> None:
-        """End prompt groups that are too stale at `trainer_version`."""
+        """End prompt groups that are too stale at `trainer_version`, or left by an earlier step."""
+        for group_id in self._decided:
+            self._note_end(group_id, first_step=trainer_version)
+        self._decided = set()
+        for group_id, versions in list(self._partial_groups.items()):
+            if self._is_left(group_id, trainer_version):
+                self._end_left(group_id, min(versions), trainer_version)
         stale = [
             (group_id, version)
             for group_id, versions in self._partial_groups.items()
@@ -242,6 +269,25 @@ class BatchAssembler:
         ]
         for group_id, version in stale:
             self._expire(group_id, version, trainer_version)
+
+    def _is_left(self, group_id: str, trainer_version: int) -> bool:
+        """Return whether the step that a prompt group was issued for has its batch."""
+        return (
+            self._in_order
+            and not is_external(group_id)
+            and IssuedGroup.parse(group_id).slot.train_step < trainer_version
+        )
+
+    def _end_left(self, group_id: str, version: int, trainer_version: int) -> None:
+        self._end(
+            build_group_end(
+                group_id,
+                Outcome.EXPIRED,
+                reason=f"it was a spare: its step was trained before version {trainer_version}",
+                policy_version=version,
+                trainer_version=trainer_version,
+            )
+        )
 
     def _expire(self, group_id: str, version: int, trainer_version: int) -> None:
         """End a prompt group as expired, unless another generation of it is fresh enough."""
@@ -263,7 +309,14 @@ class BatchAssembler:
 
     def _end(self, ended: PromptGroupEnded) -> None:
         self._ended[ended.prompt_group_id] = ended
+        self._note_end(ended.prompt_group_id, first_step=0)
         self._drop_all(ended.prompt_group_id)
+
+    def _note_end(self, group_id: str, *, first_step: int) -> None:
+        if not is_external(group_id):
+            slot = IssuedGroup.parse(group_id).slot
+            if slot.train_step >= first_step:
+                self._ended_slots.append((slot.train_step, slot.group_index))
 
     def _note_readiness(self, group_id: str) -> None:
         """Note whether a prompt group is complete, and was not taken; if it was generated twice, by
@@ -292,6 +345,11 @@ class BatchAssembler:
         changed, self._changed = self._changed, {}
         ready = [self._ready[group_id] for group_id in changed if group_id in self._ready]
         return ready, [group_id for group_id in changed if group_id not in self._ready]
+
+    def pop_ended_slots(self) -> list[tuple[int, int]]:
+        """Return train step and index of the prompt groups that ended since the last call."""
+        ended, self._ended_slots = self._ended_slots, []
+        return ended
 
     def is_ready(self, group: ReadyGroup) -> bool:
         """Return whether a complete prompt group is of this rank, and was not taken."""

@@ -51,7 +51,10 @@ class LiveBatches:
         self._ranks: Ranks = opener.ranks
         self._config: RunConfig = worker.config
         self._assembler, self._intake, self._commits = assembler, intake, commits
-        self._ready = ReadyGroups(order=worker.config.run.sample_order)
+        self._ready = ReadyGroups(
+            order=worker.config.run.sample_order,
+            prompts_per_step=worker.config.run.prompts_per_step,
+        )
         """Of all ranks, equal on all of them."""
         self._traced: list[TracedWork] = []
 
@@ -166,9 +169,10 @@ class LiveBatches:
         """Agree on the prompt groups of this round; return how many all ranks take, and those of
         this rank.
         """
-        for text in self._ranks.all_gather_bytes(orjson.dumps(self._assembler.pop_changes())):
-            ready, removed = orjson.loads(text)
-            self._ready.apply([ReadyGroup(**row) for row in ready], removed)
+        changes = (*self._assembler.pop_changes(), self._assembler.pop_ended_slots())
+        for text in self._ranks.all_gather_bytes(orjson.dumps(changes)):
+            ready, removed, ended = orjson.loads(text)
+            self._ready.apply([ReadyGroup(**row) for row in ready], removed, ended)
         is_whole = self._config.run.mode == "sync" or self._turns.are_taken
         if is_whole and self._ready.count_eligible(version) < remaining:
             return 0, []  # one order for all runs, and the engines have the device until then

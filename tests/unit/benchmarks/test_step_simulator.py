@@ -162,14 +162,88 @@ def test_simulator_queues_prompt_groups_when_slots_are_few() -> None:
 
 def test_simulator_generates_the_successors_of_filtered_prompt_groups_one_after_another() -> None:
     def filter_twice(group: IssuedGroup) -> Outcome:
-        is_filtered = group.slot.group_index == 1 and group.attempt < 2
-        return Outcome.FILTERED if is_filtered else Outcome.TRAINED
+        return Outcome.FILTERED if group.attempt < 2 else Outcome.TRAINED
 
-    simulated = simulate([TWO_GROUPS], outcome=filter_twice)
-    # The second at 4, 8 and 12, trained in 0.6; the first since 5.
-    assert simulated.published == pytest.approx([0.0, 13.1])
+    simulated = simulate(
+        [[[3], [3]]],
+        outcome=filter_twice,
+        timing={"train_token_seconds": 0.0},
+        leases_per_engine=100,
+    )
+    assert simulated.published == pytest.approx([0.0, 9.5])
     assert simulated.generations_in_series == [3]
-    assert (simulated.num_expired, simulated.num_wasted_tokens) == (0, 12)
+
+
+def test_simulator_trains_the_first_prompt_groups_that_pass_and_ends_the_others() -> None:
+    def filter_first(group: IssuedGroup) -> Outcome:
+        return Outcome.FILTERED if group.slot.group_index == 1 else Outcome.TRAINED
+
+    simulated = simulate(
+        [[[3], [1]], [[3], [1]]], outcome=filter_first, timing={"train_token_seconds": 0.0}
+    )
+    # At 1 the second is filtered: two replace it, and run from 1 to 4 and to 2. The first of them is
+    # trained although it ends last; the other one ends with step 0. Version 1 is loaded from 4.5 to
+    # 6.5. Two of three passed, so step 1 has a third prompt group from the beginning.
+    assert simulated.published == pytest.approx([0.0, 4.5, 10.0])
+    assert simulated.generations_in_series == [2, 1]
+    assert simulated.num_expired == 1
+
+
+def simulate_filtered_steps(
+    *, pass_ratio: float, max_staleness: int, prompts_per_step: int = 128, num_steps: int = 50
+) -> SimulatedRun:
+    """Simulate steps of which this share of the prompt groups can be trained, with two samples of
+    log-normal lengths each."""
+
+    def choose_outcome(group: IssuedGroup) -> Outcome:
+        chance = random.Random(f"outcome {group.prompt_group_id}").random()
+        return Outcome.TRAINED if chance < pass_ratio else Outcome.FILTERED
+
+    def read_two_lengths(group: IssuedGroup) -> list[int]:
+        chance = random.Random(group.prompt_group_id)
+        return [max(1, round(min(exp(chance.gauss(4.0, 1.0)), 1000))) for _ in range(2)]
+
+    timing = Timing(
+        lengths=Lengths(median_tokens=1, sigma=0, cap_tokens=1, record_divisor=1),
+        time_scale=1.0,
+        num_engines=2,
+        devices_per_engine=1.0,
+        peak_tokens_per_second=1e12,
+        half_load=1e12,
+        train_token_seconds=0.0,
+        forward_token_seconds=0.0,
+        update_seconds=1.0,
+        to_train_seconds=0.0,
+        load_seconds=0.0,
+    )
+    schedule = Schedule(
+        num_steps=num_steps,
+        prompts_per_step=prompts_per_step,
+        max_staleness=max_staleness,
+        colocated=False,
+        weight_update_mode="in_flight" if max_staleness else "drain",
+        leases_per_engine=2000,
+        slots_per_engine=4000,
+    )
+    return StepSimulator(timing, schedule, read_two_lengths, outcome=choose_outcome).run()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_half_of_the_prompt_groups_filtered_take_at_most_two_generations_in_series(
+    max_staleness: int,
+) -> None:
+    simulated = simulate_filtered_steps(pass_ratio=0.5, max_staleness=max_staleness)
+    generations = simulated.generations_in_series
+    assert sum(number <= 2 for number in generations) >= 0.95 * len(generations)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_steps_that_filter_nothing_issue_no_spares(max_staleness: int) -> None:
+    simulated = simulate_filtered_steps(
+        pass_ratio=1.0, max_staleness=max_staleness, prompts_per_step=16
+    )
+    assert set(simulated.generations_in_series) == {1}
+    assert (simulated.num_expired, simulated.num_wasted_tokens) == (0, 0)
 
 
 def test_simulator_expires_stragglers_when_ready_groups_are_trained_first() -> None:

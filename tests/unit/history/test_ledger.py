@@ -503,6 +503,12 @@ def test_consumed_request_to_end_is_found_unless_its_writers_may_not_request_the
     assert rules(run.ledger()) == (expected if is_found else set())
 
 
+def test_spare_behind_the_last_trained_batch_slot_may_stay_open() -> None:
+    run = ValidRun(6)
+    run.issue("000003-0002-0")
+    assert rules(run.ledger()) == set()
+
+
 def test_open_prompt_group_is_allowed_until_the_end_for_unordered_batches() -> None:
     run = ValidRun(6)
     TAMPERINGS["prompt group of a trained step without an outcome"](run)

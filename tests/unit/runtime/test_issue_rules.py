@@ -43,7 +43,10 @@ def require_met(
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
-        (issued("000103-0099-0"), "group_index must be below run.prompts_per_step = 4, got 99"),
+        (
+            issued("000103-0099-0"),
+            "group_index must be below 16 x run.prompts_per_step = 64, got 99",
+        ),
         (
             issued("000001-0002-0", of=3),
             "samples_per_prompt must be run.samples_per_prompt = 2, got 3",
@@ -114,12 +117,12 @@ def test_valid_sample_passes_the_issue_checks() -> None:
             f"samples of version 1 of its prompt group belong on partition {OWN_PARTITION}, got 99",
         ),
         (
-            {"prompt_group_id": "000001-0004-0", "group_index": 4},
-            "group_index must be below run.prompts_per_step = 4, got 4",
+            {"prompt_group_id": "000001-0064-0", "group_index": 64},
+            "group_index must be below 16 x run.prompts_per_step = 64, got 64",
         ),
         (
             {"prompt_group_id": "000001-1000000-0", "group_index": 1_000_000},
-            "group_index must be below run.prompts_per_step = 4, got 1000000",
+            "group_index must be below 16 x run.prompts_per_step = 64, got 1000000",
         ),
         (
             {"prompt_group_id": "000003-0002-0", "train_step": 3},
