@@ -197,7 +197,10 @@ def ended(
 
 
 def published(
-    version: int, *, start_offsets: list[TopicOffset] | None = None
+    version: int,
+    *,
+    start_offsets: list[TopicOffset] | None = None,
+    takes_spares: bool = False,
 ) -> PolicyVersionPublished:
     """Make the announcement of a policy version."""
     artifact = ObjectRef(f"file:///objects/weights/{version:08d}/manifest.json", bytes(32), 10)
@@ -206,6 +209,7 @@ def published(
         artifact=artifact,
         transports=["store"],
         start_offsets=start_offsets or [],
+        takes_spares=takes_spares,
         published_at=1,
     )
 

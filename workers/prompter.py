@@ -8,6 +8,10 @@ back from the log which prompt groups it issued and which rows it skipped, and i
 Prompt groups of a rollout worker whose heartbeats have ended are issued once more, under the same
 ids: the broker may keep the worker's leases for long (see `projections/held_groups.py`).
 
+A step trains the first prompt groups of its batch slots that can be trained. Where some can't, as
+many more are issued ahead as the last steps needed, so that the step does not wait for one
+replacement after another. Rows behind the last trained slot are issued again for a later step.
+
 With filters that depend on past rewards, step s waits until all outcomes of step s-1 are read, and
 a batch slot is refilled once the outcome that freed it is read. So every choice depends on a prefix
 of control.prompt-group-outcomes only, and a restarted prompter repeats it.
@@ -21,6 +25,7 @@ A run has one prompter: a second one takes over, and continues behind what the f
 
 from __future__ import annotations
 
+import heapq
 import queue
 import time
 from collections import Counter
@@ -65,6 +70,7 @@ from relax_events.roles.prompter_state import (
     MAX_SUMMARY_REWARDS,
     build_summary,
     read_newest_summary,
+    restore_supply,
     saved_groups,
     saved_positions,
     saved_rewards,
@@ -74,6 +80,7 @@ from relax_events.runtime.failpoints import failpoint
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import (
     BatchSlot,
+    BatchSupply,
     IssuedGroup,
     admitted_steps,
     build_reissue,
@@ -120,6 +127,8 @@ class DueGroup(NamedTuple):
     group: IssuedGroup
     choice: SelectedRow
     lost_worker: str = ""
+    instead_of: str = ""
+    """The prompt group that it replaces."""
 
 
 class PrompterLoop:
@@ -140,6 +149,21 @@ class PrompterLoop:
         self._inbox: queue.SimpleQueue[tuple[Event | None, int]] = queue.SimpleQueue()
         self._in_flight: dict[str, IssuedGroup] = {}
         self._issued_slots: set[BatchSlot] = set()
+        run = self._config.run
+        self._supply = (
+            BatchSupply(
+                prompts_per_step=run.prompts_per_step,
+                first_step=self._config.first_version,
+                returns_filtered=run.max_staleness == 0,
+            )
+            if run.sample_order == "fifo"
+            else None
+        )
+        self._open_step = self._config.first_version
+        """First step that was not trained when this process started."""
+        self._published, self._takes_spares = -1, False
+        self._early_ends: list[PromptGroupEnded] = []
+        """Outcomes that came before the first policy version."""
         self._next_step = self._summed_step = self._config.first_version
         self._ends_position = 0
         self._needs_history = needs_history(self._config.data)
@@ -217,7 +241,8 @@ class PrompterLoop:
         )
         # Read after the queue: a prompt group may be purged from it while it is read, and its
         # outcome was written before.
-        self._recover_trained(reader, begins.get((plan.topic(ENDS), 0), 0))
+        is_known = summary is not None and (self._supply is None or summary.open_step >= 0)
+        self._recover_trained(reader, self._ends_position if is_known else 0)
         reader.close()
         if self._in_flight or summary is not None:
             log.info(
@@ -248,15 +273,28 @@ class PrompterLoop:
     def _recover_trained(self, reader: LogReader, begin: int) -> None:
         """Read the outcomes: a trained batch slot was issued, also where its record is purged."""
         outcomes = (self._worker.plan.topic(ENDS), 0)
+        size = self._config.run.prompts_per_step
+        trained = BatchSupply(
+            prompts_per_step=size,
+            first_step=self._supply.open_step if self._supply else self._next_step,
+        )
         for record in reader.stream({outcomes: (begin, reader.watermarks(*outcomes)[1])}):
             event = self._queue.decode(record)
             if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
-                self._issued_slots.add(BatchSlot(event.train_step, event.group_index))
+                slot = BatchSlot(event.train_step, event.group_index)
+                trained.train(slot)
+                if self._supply is None:
+                    self._issued_slots.add(slot)
+                elif record.offset < self._ends_position:
+                    self._supply.train(slot)
+        self._open_step = trained.open_step
 
     def _restore_summary(self, summary: PrompterStateSaved) -> None:
         self._next_step = self._summed_step = summary.next_step
         self._sampler.resume_at(summary.next_row, summary.later_rows)
         self._in_flight = saved_groups(summary)
+        if self._supply is not None:
+            restore_supply(self._supply, summary)
         self._trained.update({int(step): count for step, count in summary.num_trained.items()})
         for row, reward in saved_rewards(summary):
             self._sampler.history.add(row, reward)
@@ -267,7 +305,9 @@ class PrompterLoop:
         All prompt groups issued so far are acknowledged, and all outcomes up to the written offset
         are applied.
         """
-        if self._next_step < self._summed_step + SUMMARY_STEPS:
+        if self._next_step < self._summed_step + SUMMARY_STEPS or (
+            self._supply is not None and not self._supply.is_between_steps
+        ):
             return
         self._summed_step = self._next_step
         num_earned = sum(1 for _ in self._sampler.history.entries())
@@ -287,6 +327,7 @@ class PrompterLoop:
             next_step=self._next_step,
             in_flight=self._in_flight,
             num_trained=self._trained,
+            supply=self._supply,
             rewards=list(self._sampler.history.entries()),
         )
 
@@ -306,17 +347,22 @@ class PrompterLoop:
 
     def _remember(self, group: IssuedGroup, skipped_rows: Iterable[int]) -> None:
         self._in_flight[group.prompt_group_id] = group
-        self._issued_slots.add(group.slot)
+        if self._supply is None:
+            self._issued_slots.add(group.slot)
+        else:
+            self._supply.add(group)
         for row in (group.row, *skipped_rows):
             self._sampler.mark_used(row)
 
     def _take(self, event: Event | None, ends_position: int) -> None:
         self._ends_position = max(self._ends_position, ends_position)
         if isinstance(event, PolicyVersionPublished):
-            if not self._needs_history or event.policy_version == self._config.first_version:
-                self._choose_admitted(event.policy_version)
+            self._apply_version(event)
         elif isinstance(event, PromptGroupEnded):
-            self._apply_end(event)
+            if self._published < 0:
+                self._early_ends.append(event)
+            else:
+                self._apply_end(event)
         elif isinstance(event, WorkerHeartbeat):
             self._held.apply(event, now=time.monotonic())
 
@@ -345,9 +391,30 @@ class PrompterLoop:
         ):
             self._sampler.add_reward(ended.row, event.mean_reward)
         if event.outcome is Outcome.TRAINED:
-            self._count_trained(event.trainer_version)
+            self._apply_trained(event)
         elif ended is not None:
-            self._choose_successor(ended, event.outcome)
+            self._choose_successors(ended, event.outcome)
+
+    def _apply_version(self, event: PolicyVersionPublished) -> None:
+        self._published = max(self._published, event.policy_version)
+        self._takes_spares = event.takes_spares
+        if not self._needs_history or event.policy_version == self._config.first_version:
+            self._choose_admitted(event.policy_version)
+        early, self._early_ends = self._early_ends, []
+        for ended in early:
+            self._apply_end(ended)
+
+    def _apply_trained(self, event: PromptGroupEnded) -> None:
+        if self._supply is None:
+            self._count_trained(event.trainer_version)
+        elif self._supply.train(BatchSlot(event.train_step, event.group_index)):
+            open_step = self._supply.open_step
+            self._in_flight = {
+                name: group
+                for name, group in self._in_flight.items()
+                if group.slot.train_step >= open_step
+            }
+            self._choose_admitted(open_step if self._needs_history else self._published)
 
     def _count_trained(self, train_step: int) -> None:
         if not self._needs_history:
@@ -358,44 +425,80 @@ class PrompterLoop:
             self._choose_admitted(train_step + 1)
 
     def _choose_admitted(self, published_version: int) -> None:
-        """Choose a prompt group for every empty batch slot of the admitted steps."""
+        """Choose a prompt group for every empty batch slot of the admitted steps. With spares, a
+        step waits for the outcomes of the one that made its oldest allowed version.
+        """
         run = self._config.run
+        if self._supply is not None and self._takes_spares:
+            published_version = min(published_version, self._supply.open_step)
         steps = admitted_steps(
             published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
         )
-        new_steps = range(self._next_step, steps.stop)
-        slots = find_unissued_slots(
-            self._issued_slots, steps=new_steps, prompts_per_step=run.prompts_per_step
-        )
-        choices = self._sampler.next_rows(len(slots), train_step=max(steps.stop - 1, 0))
-        self._choose(
-            (IssuedGroup(slot, 0, choice.row), choice)
-            for slot, choice in zip(slots, choices, strict=True)
-        )
+        groups = self._select([(slot, 0) for slot in self._find_empty_slots(steps)], steps)
+        self._choose(groups)
         self._next_step = max(self._next_step, steps.stop)
         self._issued_slots = {
             slot for slot in self._issued_slots if slot.train_step >= self._next_step
         }
 
-    def _choose_successor(self, ended: IssuedGroup, outcome: Outcome) -> None:
-        successor = build_reissue(ended, outcome=outcome, next_row=-1)
-        if successor is None or successor.prompt_group_id in self._in_flight:
-            return
-        is_same = outcome is Outcome.EXPIRED and self._is_readable(ended.row)
-        choice = (
-            SelectedRow(ended.row)
-            if is_same
-            else self._sampler.next_rows(1, train_step=ended.slot.train_step)[0]
-        )
-        self._choose([(replace(successor, row=choice.row), choice)])
+    def _find_empty_slots(self, steps: range) -> list[BatchSlot]:
+        if self._supply is None:
+            return find_unissued_slots(
+                self._issued_slots,
+                steps=range(self._next_step, steps.stop),
+                prompts_per_step=self._config.run.prompts_per_step,
+            )
+        return [
+            slot
+            for step in range(max(self._supply.open_step, self._open_step), steps.stop)
+            for slot in self._supply.find_empty_slots(step, uses_spares=self._takes_spares)
+        ]
 
-    def _choose(self, groups: Iterable[tuple[IssuedGroup, SelectedRow]]) -> None:
+    def _select(
+        self, slots: Sequence[tuple[BatchSlot, int]], steps: range, *, instead_of: str = ""
+    ) -> list[DueGroup]:
+        """Give each batch slot and attempt a row: first those of spares that were not trained."""
+        returned = []
+        if self._supply is not None:
+            for row in heapq.nsmallest(len(slots), self._supply.returned_rows):
+                self._supply.returned_rows.remove(row)
+                returned += [SelectedRow(row)] if self._is_readable(row) else []
+        new = self._sampler.next_rows(len(slots) - len(returned), train_step=max(steps.stop - 1, 0))
+        return [
+            DueGroup(IssuedGroup(slot, attempt, choice.row), choice, instead_of=instead_of)
+            for (slot, attempt), choice in zip(slots, [*returned, *new], strict=True)
+        ]
+
+    def _choose_successors(self, ended: IssuedGroup, outcome: Outcome) -> None:
+        """Choose what replaces an untrained prompt group, unless its step has its batch."""
+        step, former = ended.slot.train_step, ended.prompt_group_id
+        if self._supply is not None:
+            self._supply.end(ended, outcome)
+            if step < max(self._supply.open_step, self._open_step):
+                return
+        if self._supply is not None and outcome is not Outcome.EXPIRED:
+            slots = self._supply.find_replacements(ended, uses_spares=self._takes_spares)
+        else:
+            again = build_reissue(ended, outcome=outcome, next_row=-1)
+            slots = [(again.slot, again.attempt)] if again is not None else []
+        slots = [
+            (slot, attempt)
+            for slot, attempt in slots
+            if IssuedGroup(slot, attempt, -1).prompt_group_id not in self._in_flight
+        ]
+        if slots and outcome is Outcome.EXPIRED and self._is_readable(ended.row):
+            again = replace(ended, attempt=ended.attempt + 1)
+            self._choose([DueGroup(again, SelectedRow(ended.row), instead_of=former)])
+        else:
+            self._choose(self._select(slots, range(step + 1), instead_of=former))
+
+    def _choose(self, due: Iterable[DueGroup]) -> None:
         """Note prompt groups as due. They count as issued from now on: if they are not, this
         process has ended, and its successor reads the log.
         """
-        for group, choice in groups:
-            self._due.append(DueGroup(group, choice))
-            self._remember(group, choice.skipped)
+        for one in due:
+            self._due.append(one)
+            self._remember(one.group, one.choice.skipped)
 
     def _is_readable(self, row: int) -> bool:
         """Return whether a row can be issued again: its media files may have been deleted."""
@@ -448,7 +551,7 @@ class PrompterLoop:
         if not part:
             return
         failpoint("prompter.before_issue")
-        issuing = [self._begin_trace(one.group) for one, _ in part]
+        issuing = [self._begin_trace(one) for one, _ in part]
         records = [
             replace(record, headers={**record.headers, **work.headers})
             for (_, record), work in zip(part, issuing, strict=True)
@@ -471,12 +574,12 @@ class PrompterLoop:
             now=time.monotonic(), silent_seconds=self._config.workers.silent_seconds
         )
 
-    def _begin_trace(self, group: IssuedGroup) -> TracedWork:
-        former = replace(group, attempt=group.attempt - 1).prompt_group_id if group.attempt else ""
+    def _begin_trace(self, due: DueGroup) -> TracedWork:
+        group = due.group
         return self._worker.records.traces.begin_group(
             group.prompt_group_id,
             topic=PROMPT_GROUPS,
-            instead_of=former,
+            instead_of=due.instead_of,
             train_step=group.slot.train_step,
             attempt=group.attempt,
             row=group.row,

@@ -344,6 +344,8 @@ class PolicyVersionPublished:
     outcome_counts_before: dict[str, int] = field(default_factory=dict)
     """Prompt groups that ended before that transaction, by outcome; without external prompt
     groups."""
+    takes_spares: bool = False
+    """Whether the trainer takes prompt groups of spare batch slots."""
     published_at: int = field(default_factory=now_micros)
     """When it was published (UTC)."""
 
@@ -374,6 +376,17 @@ class PrompterStateSaved:
     writer_id: str = ""
     """Random, of the prompter's process. The prompter that wrote the newest state is the run's
     prompter; another one ends."""
+    open_step: int = -1
+    """First train step whose batch is not trained, under the order fifo; -1 where the writer did
+    not keep it."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """Rows of the filtered and failed prompt groups of the issued steps from open_step on, by
+    prompt group id."""
+    returned_rows: list[int] = field(default_factory=list)
+    """Rows of spares that were not trained: they are issued again next."""
+    slots_used: list[int] = field(default_factory=list)
+    """Batch slots that the newest trained steps took, oldest first: how many prompt groups can be
+    trained follows from it."""
 
 
 @immutable(frozen=True, slots=True, kw_only=True)

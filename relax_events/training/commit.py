@@ -210,6 +210,7 @@ class StepCommitter:
             ],
             num_steps_before=self._num_steps,
             outcome_counts_before=dict(self._ended),
+            takes_spares=self._worker.config.run.sample_order == "fifo",
         )
         return self._worker.records.build(POLICY_VERSIONS, event, key=str(version), headers=headers)
 

@@ -19,6 +19,7 @@ from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleRolledOut
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.log_reader import LogReader
+from relax_events.staleness import IssuedGroup
 
 pytestmark = pytest.mark.timeout(300)
 RUN_SECONDS = 280.0
@@ -188,8 +189,14 @@ def test_rollout_workers_share_a_consumer_group(
     assert report["staleness_max"] <= 1
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
 def test_uniform_prompt_groups_are_filtered_and_replaced(
-    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
+    relax: Relax,
+    run_file: Path,
+    bootstrap_servers: str,
+    run_id: str,
+    tmp_path: Path,
+    max_staleness: int,
 ) -> None:
     (tmp_path / "rewards.py").write_text(UNIFORM_FOR_TEA)
     report = run_to_goal(
@@ -197,6 +204,7 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(
         run_file,
         bootstrap_servers,
         f"run.id={run_id}",
+        f"run.max_staleness={max_staleness}",
         "run.weight_update_mode=recompute",
         "model.dtype=bfloat16",
         "weights.full_snapshot_interval=2",
@@ -204,12 +212,16 @@ def test_uniform_prompt_groups_are_filtered_and_replaced(
         "algorithm.filter_uniform_rewards=true",
         f"reward.function={tmp_path / 'rewards.py'}:score_tea",
     )
-    assert report["outcomes"]["filtered"] >= 1
-    assert report["outcomes"]["failed"] == 0
-    assert (
-        report["outcomes"]["issued"]
-        >= report["outcomes"]["trained"] + report["outcomes"]["filtered"]
+    outcomes = report["outcomes"]
+    assert outcomes["filtered"] >= 1
+    assert outcomes["failed"] == 0
+    assert outcomes["issued"] == sum(
+        outcomes[name] for name in ("trained", "filtered", "expired", "in_flight")
     )
+    samples = rolled_out(bootstrap_servers, run_id, num_partitions=2 * (max_staleness + 2))
+    indexes = {IssuedGroup.parse(sample.prompt_group_id).slot.group_index for sample in samples}
+    num_trained_of_step = outcomes["trained"] // len(report["curves"]["grad_norm"])
+    assert max(indexes) >= num_trained_of_step, "no spare batch slot was used"
     manifests = [
         orjson.loads(path.read_bytes())
         for path in sorted(run_file.parent.glob(f"**/{run_id}/objects/weights/*/manifest-*.json"))

@@ -243,6 +243,8 @@ class LongLog:
                 for number, group_id in enumerate(in_flight)
             },
             num_trained={},
+            open_step=step + 1,
+            slots_used=[self._groups],
             reward_history_rows=np.zeros((0, 2), np.int64),
             reward_history_values=np.zeros(0, np.float64),
         )

@@ -66,10 +66,15 @@ def write_queue(
     )
 
 
-def write_versions(producer: RecordProducer, plan: TopicPlan, *versions: int) -> None:
+def write_versions(
+    producer: RecordProducer, plan: TopicPlan, *versions: int, takes_spares: bool = False
+) -> None:
     """Publish policy versions."""
     topic = plan.topic("control.policy-versions")
-    producer.write(ProducerRecord(topic, CODEC.encode(published(one))) for one in versions)
+    producer.write(
+        ProducerRecord(topic, CODEC.encode(published(one, takes_spares=takes_spares)))
+        for one in versions
+    )
 
 
 def write_ends(producer: RecordProducer, plan: TopicPlan, ends: Iterable[PromptGroupEnded]) -> None:
@@ -387,6 +392,141 @@ def test_second_prompter_takes_over_and_issues_nothing_again(
     assert sorted(
         event.prompt_group_id for event in events if isinstance(event, PromptGroupIssued)
     ) == [f"00000{step}-000{index}-0" for step in (0, 1) for index in range(4)]
+
+
+def group_end(name: str, outcome: Outcome) -> PromptGroupEnded:
+    """Build an outcome of step 0."""
+    return build_group_end(name, outcome, policy_version=0, trainer_version=0)
+
+
+HALF_FILTERED = [
+    ("000000-0001-0", Outcome.FILTERED),
+    ("000000-0003-1", Outcome.FILTERED),
+    ("000000-0000-0", Outcome.TRAINED),
+    ("000000-0002-1", Outcome.TRAINED),
+    ("000000-0004-1", Outcome.EXPIRED),
+]
+"""Step 0 takes three batch slots for two prompt groups; rows 3 and 4 lie behind them."""
+
+
+def test_restarted_prompter_issues_ahead_what_the_last_steps_needed(
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    config = apply_run(
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 2, "max_staleness": 0},
+        data={"source": write_rows(tmp_path, 20)},
+    )
+    plan = TopicPlan.from_config(config)
+    names = [
+        "000000-0000-0",
+        "000000-0001-0",
+        "000000-0002-1",
+        "000000-0003-1",
+        "000000-0004-1",
+    ]
+    write_queue(producer, plan, [issued(name, row=row) for row, name in enumerate(names)])
+    write_ends(producer, plan, [group_end(*end) for end in HALF_FILTERED])
+    write_versions(producer, plan, 0, 1, takes_spares=True)
+    events = issued_by_prompter(config, connection, num_records=8)
+    assert sorted((event.prompt_group_id, event.row) for event in events if event.train_step) == [
+        ("000001-0000-0", 3),
+        ("000001-0001-0", 4),
+        ("000001-0002-0", 5),
+    ]
+
+
+def test_batch_slot_that_a_crash_left_out_between_spares_is_issued(
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    config = apply_run(
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1, "max_staleness": 0},
+        data={"source": write_rows(tmp_path, 20)},
+    )
+    plan = TopicPlan.from_config(config)
+    names = {0: "000000-0000-0", 1: "000000-0001-0", 3: "000000-0003-1", 4: "000000-0004-1"}
+    write_queue(producer, plan, [issued(name, row=row) for row, name in names.items()])
+    write_ends(producer, plan, [group_end("000000-0001-0", Outcome.FILTERED)])
+    write_versions(producer, plan, 0, takes_spares=True)
+    events = issued_by_prompter(config, connection, num_records=5)
+    assert [(event.prompt_group_id, event.row) for event in events if event.row == 2] == [
+        ("000000-0002-0", 2)
+    ]
+
+
+def test_filtered_prompt_group_is_replaced_in_its_slot_for_a_trainer_without_spares(
+    apply_run: Callable[..., RunConfig],
+    producer: RecordProducer,
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    config = apply_run(
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1, "max_staleness": 0},
+        data={"source": write_rows(tmp_path, 20)},
+    )
+    plan = TopicPlan.from_config(config)
+    write_ends(producer, plan, [group_end("000000-0001-0", Outcome.FILTERED)])
+    write_versions(producer, plan, 0)
+    events = issued_by_prompter(config, connection, num_records=3)
+    assert sorted((event.prompt_group_id, event.row) for event in events) == [
+        ("000000-0000-0", 0),
+        ("000000-0001-0", 1),
+        ("000000-0001-1", 2),
+    ]
+
+
+def test_summary_holds_what_the_spares_of_open_steps_follow_from(
+    monkeypatch: pytest.MonkeyPatch,
+    apply_run: Callable[..., RunConfig],
+    connection: Connection,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(prompter, "SUMMARY_STEPS", 1)
+    config = apply_run(
+        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 9, "max_staleness": 1},
+        data={"source": write_rows(tmp_path, 40)},
+    )
+    plan = TopicPlan.from_config(config)
+    stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
+    ends = [
+        group_end("000000-0001-0", Outcome.FILTERED),
+        *(group_end(f"000000-000{index}-{index // 2}", Outcome.TRAINED) for index in (0, 2)),
+        group_end("000001-0001-0", Outcome.FAILED),
+    ]
+    supplies = []
+    with ExitStack() as stack:
+        reader = stack.enter_context(closing(LogReader(connection)))
+        for index in (0, 1):
+            worker = stack.enter_context(
+                open_worker("prompter", config, index=index, follow=(ENDS, HELD))
+            )
+            loop = PrompterLoop(worker, stream)
+            loop._recover()
+            if not index:
+                for event in (
+                    published(0, takes_spares=True),
+                    *ends,
+                    published(1, takes_spares=True),
+                ):
+                    loop._take(event, 0)
+                loop._issue_due()
+                loop._write_summary()
+            assert loop._supply is not None
+            supplies.append(loop._supply)
+        queue = [(plan.topic("prompt.groups"), at) for at in range(plan.queue_partitions)]
+        num_issued = len(list(reader.read_to_end(queue)))
+        loop._take(published(1, takes_spares=True), 0)
+        loop._issue_due()
+        assert len(list(reader.read_to_end(queue))) == num_issued
+    first, second = supplies
+    assert (second.open_step, list(second.slots_used)) == (1, [3])
+    assert second.ended == first.ended == {"000001-0001-0": 3}
+    assert second.returned_rows == first.returned_rows
 
 
 def issued_by_prompter(

@@ -46,6 +46,7 @@ from relax_events.runtime.control_view import ControlView
 from relax_events.runtime.join import PromptGroupJoin
 from relax_events.runtime.processors import SampleLoop
 from relax_events.runtime.sample_input import next_offsets
+from relax_events.staleness import IssuedGroup
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import END_REQUESTS, TRAINER_INPUTS, TRAINING_SAMPLES
 from relax_events.training.batch import assembly
@@ -424,7 +425,19 @@ class WorkerMachine(RuleBasedStateMachine):
             len(run.ledger.trained)
             == wanted.num_steps * wanted.prompts_per_step * wanted.samples_per_prompt
         )
-        assert run.ledger.totals()["outcomes"]["in_flight"] == 0
+        slots = [IssuedGroup.parse(name).slot for name in run.ledger.trained_groups]
+        trained = {
+            step: max(slot.group_index for slot in slots if slot.train_step == step)
+            for step in range(wanted.num_steps)
+        }
+        ended_ids = {
+            event.prompt_group_id
+            for event in run.events("control.prompt-group-outcomes")
+            if isinstance(event, PromptGroupEnded)
+        }
+        for name in run.ledger.issued - ended_ids:
+            slot = IssuedGroup.parse(name).slot
+            assert slot.group_index > trained[slot.train_step], f"{name} is no spare"
         assert run.ledger.skipped == run.ledger.not_finite
         assert run.ledger.held == list(range(run.config.first_policy_step))
         assert run.ledger.totals()["updates_skipped"] == len(run.ledger.skipped)
@@ -595,7 +608,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "the prompter does not look": (PromptQueue, "look", lambda *_: []),
     "what ended untrained is not issued again": (
         PrompterLoop,
-        "_choose_successor",
+        "_choose_successors",
         lambda *_: None,
     ),
 }

@@ -77,7 +77,7 @@ def test_prompt_in_a_batch_slot_that_the_run_lacks_is_rejected(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("000001-0004-0", "group_index must be below run.prompts_per_step = 4, got 4"),
+        ("000001-0064-0", "group_index must be below 16 x run.prompts_per_step = 64, got 64"),
         ("000003-0002-0", "prompt groups are issued up to train step 2 at version 1, got 3"),
         ("000002-0003-7", ""),
         ("000000-0000-0", ""),
