@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -293,7 +294,10 @@ def read_records(file: BinaryIO) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def read_log(path: Path) -> dict[str, Any]:
-    """Read a log into this checkout's ledger; return what this process used."""
+    """Read a log into this checkout's ledger; return what this process used. A process that reads
+    a broker's log has the modules of a reader, so this one has them, too.
+    """
+    import_module("relax_events.history.ledger")
     codec, ledger = EventCodec(), _open_ledger()
     topics = [TopicPlan.build_topic_name("ledger", entity) for entity in ENTITIES]
     started = time.process_time()
