@@ -53,7 +53,7 @@ def _convert_apart(
 ) -> dict[str, Any]:
     confinement = Confinement(
         Profile.PURE,
-        readable=(str(source), *(() if base is None else (str(base.resolve()),))),
+        readable=(str(source), *(() if base is None else _list_readable(base))),
         writable=(str(folder),),
     )
     setup = {
@@ -77,6 +77,11 @@ def _convert_apart(
     if "error" in head:
         raise _find_error(head["kind"])(head["error"])
     return head
+
+
+def _list_readable(base: Path) -> list[str]:
+    """Return a model's folder, and the files that it links to, as in the cache of the hub."""
+    return [str(base.resolve()), *(str(file.resolve()) for file in base.glob("*"))]
 
 
 def _find_error(name: str) -> type[RelaxError]:
