@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_events.errors import ObjectError
+from relax_events.errors import ObjectError, StoreUnavailable
 from relax_events.events.parts import StoredArray
 from relax_events.objects.store import ObjectStore
 
@@ -21,6 +22,83 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 EventT = TypeVar("EventT", bound="DataclassInstance")
+MAX_AHEAD_BYTES = 256 * 1024**2
+NUM_THREADS = 8
+
+
+class ArraysAhead:
+    """Fetches stored arrays in threads before `check_out` takes them, each once, as far as they fit
+    into a number of bytes. Used by one thread, as a context manager.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        leave: Collection[str] = (),
+        check: Callable[[Any], None] = lambda event: None,
+        max_bytes: int = MAX_AHEAD_BYTES,
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            store: Of the arrays.
+            leave: Fields that keep their references.
+            check: Rejects an event before `check_out` returns its arrays.
+            max_bytes: Of the arrays that were begun and not yet taken.
+        """
+        self._store, self._hasty, self._room = store, store.without_waiting(), max_bytes
+        self._leave, self._check = leave, check
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="arrays")
+        self._coming: dict[tuple[object, ...], Future[NDArray[Any]]] = {}
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop fetches that have not begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, event: DataclassInstance) -> None:
+        """Begin to fetch the arrays of an event, as far as they fit."""
+        for _, stored in _stored_arrays(event, self._leave):
+            key, num_bytes = _key(stored), stored.reference.num_bytes
+            if key not in self._coming and 0 < num_bytes <= self._room:
+                self._room -= num_bytes
+                self._coming[key] = self._threads.submit(fetch_array, stored, self._hasty)
+
+    def check_out(self, event: EventT) -> EventT:
+        """Return an event with its arrays. One that was not begun, or that failed, is fetched by
+        this thread, which waits for the store during an outage; errors as for the function
+        `check_out`, and those of the check.
+        """
+        self._check(event)
+        arrays = {name: self._fetch(stored) for name, stored in _stored_arrays(event, self._leave)}
+        return _replaced(event, arrays)
+
+    def _fetch(self, stored: StoredArray) -> NDArray[Any]:
+        if (coming := self._coming.pop(_key(stored), None)) is not None:
+            self._room += stored.reference.num_bytes
+            try:
+                return coming.result()
+            except (ObjectError, StoreUnavailable):
+                pass
+        return fetch_array(stored, self._store)
+
+
+def _key(stored: StoredArray) -> tuple[object, ...]:
+    return stored.reference, stored.dtype, *stored.shape
+
+
+def _stored_arrays(
+    event: DataclassInstance, leave: Collection[str]
+) -> Iterator[tuple[str, StoredArray]]:
+    """Yield the arrays of an event that are in the store, by their fields."""
+    for name in _array_fields(type(event)):
+        value = getattr(event, name)
+        if isinstance(value, StoredArray) and name not in leave:
+            yield name, value
 
 
 def check_in(
@@ -59,22 +137,19 @@ def check_out(event: EventT, store: ObjectStore, *, leave: Collection[str] = ())
         ObjectError: An object is missing, altered, or not of the declared dtype and shape; the text
             names it.
     """
-    fetched = {}
-    for name in _array_fields(type(event)):
-        value = getattr(event, name)
-        if isinstance(value, StoredArray) and name not in leave:
-            fetched[name] = fetch_array(value, store)
-    return _replaced(event, fetched)
+    arrays = {name: fetch_array(stored, store) for name, stored in _stored_arrays(event, leave)}
+    return _replaced(event, arrays)
 
 
 def count_array_bytes(event: DataclassInstance) -> int:
     """Return how many bytes the arrays of an event take, without arrays that are in the store."""
-    num_bytes = 0
-    for name in _array_fields(type(event)):
-        value = getattr(event, name)
-        if isinstance(value, np.ndarray):
-            num_bytes += value.nbytes
-    return num_bytes
+    return sum(array.nbytes for array in list_arrays(event))
+
+
+def list_arrays(event: DataclassInstance) -> list[NDArray[Any]]:
+    """Return the arrays of an event, without those that are in the store."""
+    values = (getattr(event, name) for name in _array_fields(type(event)))
+    return [value for value in values if isinstance(value, np.ndarray)]
 
 
 def store_array(array: NDArray[Any], store: ObjectStore, *, folder: str = "") -> StoredArray:

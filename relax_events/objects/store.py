@@ -80,6 +80,10 @@ class ObjectStore:
             waits=waits,
         )
 
+    def without_waiting(self) -> Self:
+        """Return the same store; during an outage its calls fail after their own deadlines."""
+        return type(self)(self._backend, uri_aliases=self._former_roots, waits=False)
+
     def put(self, data: bytes | memoryview, *, suffix: str = "", folder: str = "") -> ObjectRef:
         """Store bytes under their digest, `sha256/ab/abcd...`; existing content is not sent again.
 

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Collection, Sequence
 
 from relax_events.config import ObjectsConfig, RunConfig
-from relax_events.events.types import UNREAD_BY_REWARDS, Event, RunDescribed
+from relax_events.events.types import UNREAD_BY_REWARDS, RunDescribed
 from relax_events.kafka.security.acls import ROLE_PERMISSIONS
 from relax_events.kafka.workarounds.dead_members import evict_predecessors
 from relax_events.objects.backends import errors as object_errors
-from relax_events.objects.claim_check import check_in, check_out
+from relax_events.objects.claim_check import ArraysAhead, check_in
 from relax_events.objects.marker import claim_store, find_logged_marker
 from relax_events.objects.outages import OUTAGE_DEADLINE_SECONDS, outages
 from relax_events.objects.rights import ROLE_STORE_RIGHTS, SAMPLES
@@ -58,12 +58,11 @@ class StoreClaimCheck:
             folder=folder,
         )
 
-    def check_out(self, event: Event) -> Event:
-        """Fetch the stored arrays that the role needs, after checking that all media are at an
-        allowed location.
+    def open_ahead(self) -> ArraysAhead:
+        """Return what fetches the stored arrays that the role needs, in threads, and hands them
+        out after checking that all media of their event are at an allowed location.
         """
-        self._roots.check(event)
-        return check_out(event, self._store, leave=self._leave)
+        return ArraysAhead(self._store, leave=self._leave, check=self._roots.check)
 
 
 def open_store(config: RunConfig, *, waits: bool = True) -> ObjectStore:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeVar
 
 import structlog
@@ -35,12 +37,24 @@ from relax_events.topics.names import DEAD_LETTERS
 
 log = structlog.get_logger()
 EventT = TypeVar("EventT", bound=Event)
+NUM_AHEAD = 32
+"""Records that are decoded ahead, so that their arrays are fetched."""
 UNUSABLE = (CorruptRecord, SchemaError, ObjectError, PoisonSample, MediaError, ForeignRecord)
 """Errors that make a record a dead letter."""
 
 
+class ArraysAhead(Protocol):
+    """Fetches stored arrays in threads before they are taken."""
+
+    def begin(self, event: Event) -> None:
+        """Begin to fetch the arrays of an event, as far as there is room."""
+
+    def check_out(self, event: Event) -> Event:
+        """Return the event with its stored arrays fetched; the same event when it has none."""
+
+
 class ClaimCheck(Protocol):
-    """Keeps large arrays out of records: `check_in` replaces them by references, `check_out`
+    """Keeps large arrays out of records: `check_in` replaces them by references, `open_ahead`
     fetches them.
     """
 
@@ -53,8 +67,8 @@ class ClaimCheck(Protocol):
         if it has none.
         """
 
-    def check_out(self, event: Event) -> Event:
-        """Return the event with its stored arrays fetched; the same event when it has none."""
+    def open_ahead(self) -> AbstractContextManager[ArraysAhead]:
+        """Return what fetches arrays in threads."""
 
 
 class RecordIO:
@@ -181,18 +195,59 @@ class RecordIO:
         """Return the event of each sample in a record, or its only event; a record that can't be
         decoded becomes a dead letter and gives none.
         """
+        ((_, events),) = self.decode_all([record])
+        return events
+
+    def decode_all(self, records: Iterable[Record]) -> Iterator[tuple[Record, list[Event]]]:
+        """Yield each record with its events, as `decode_samples`; the stored arrays of the next
+        `NUM_AHEAD` records are fetched meanwhile.
+        """
+        waiting: deque[tuple[Record, list[Event]]] = deque()
+        with self.open_ahead() as ahead:
+            for record in records:
+                waiting.append((record, self._begin(record, ahead)))
+                if len(waiting) > NUM_AHEAD:
+                    yield self._finish(*waiting.popleft(), ahead)
+            while waiting:
+                yield self._finish(*waiting.popleft(), ahead)
+
+    def _begin(self, record: Record, ahead: ArraysAhead) -> list[Event]:
         self.traces.add_record(record)
         try:
-            return self.fetch_samples(self.decode_value(record.value))
+            samples = split_samples(self.decode_value(record.value))
         except (CorruptRecord, SchemaError, ObjectError) as error:
             self.dead_letter(record, error)
             return []
+        for sample in samples:
+            ahead.begin(sample)
+        return list(samples)
 
-    def fetch_samples(self, event: Event) -> list[Event]:
-        """Return the event of each sample of a decoded record, or its only event, with the stored
-        arrays fetched.
+    def _finish(
+        self, record: Record, samples: list[Event], ahead: ArraysAhead
+    ) -> tuple[Record, list[Event]]:
+        try:
+            return record, [ahead.check_out(sample) for sample in samples]
+        except (CorruptRecord, SchemaError, ObjectError) as error:
+            self.dead_letter(record, error)
+            return record, []
+
+    def open_ahead(self) -> AbstractContextManager[ArraysAhead]:
+        """Return what fetches stored arrays in threads."""
+        return self._claim_check.open_ahead()
+
+    def fetch_samples(self, *events: Event, ahead: ArraysAhead | None = None) -> list[Event]:
+        """Return the event of each sample of decoded records, or the only event of one, with the
+        stored arrays fetched, those of several at a time.
+
+        Args:
+            events: Decoded.
+            ahead: What may have begun to fetch them.
         """
-        return [self._claim_check.check_out(sample) for sample in split_samples(event)]
+        samples = [sample for event in events for sample in split_samples(event)]
+        with self.open_ahead() if ahead is None else nullcontext(ahead) as fetching:
+            for sample in samples:
+                fetching.begin(sample)
+            return [fetching.check_out(sample) for sample in samples]
 
     def decode_value(self, value: bytes) -> Event:
         """Decode a record's value; for an unknown schema, read control.schemas once, where every

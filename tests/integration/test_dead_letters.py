@@ -110,7 +110,7 @@ def test_trainer_flushes_dead_letters_before_committing_past_their_records(
         for found in records_of(written, "advantage.samples"):
             locations.append((found.partition, found.offset))
             if not is_read_again:
-                intake.add(found, 0)
+                assert list(intake.add_all([found], 0)) == [None]
         if is_read_again:  # a sample whose trouble shows when its step trains it
             intake.reject(locations, PoisonSample("no good"))
         consumed = TrainLoop._consumed(loop)

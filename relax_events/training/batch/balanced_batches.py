@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from struct import Struct
 
 import orjson
@@ -18,13 +17,13 @@ import structlog
 
 from relax_events.errors import PoisonSample
 from relax_events.kafka.records import Record
+from relax_events.runtime.record_io import ArraysAhead
 from relax_events.staleness import ReadyGroup
 from relax_events.training.batch.live_batches import LiveBatches
 from relax_events.training.batch.lockstep_batch import ExcludedGroup, LockstepBatch, UndecodedSample
 from relax_events.training.batch.step_batch import UntrainableGroup
 from relax_events.training.batch.step_plan import (
     GroupSize,
-    PlannedSample,
     PlanRules,
     StepPlan,
     plan_step,
@@ -53,6 +52,11 @@ class EncodedSample:
     def sample_key(self) -> tuple[str, int]:
         """Prompt group and index: what a plan names the sample by."""
         return self.prompt_group_id, self.index
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Partition and offset of the record."""
+        return self.partition, self.offset
 
 
 def exchange_samples(
@@ -127,8 +131,9 @@ class BalancedBatches(LiveBatches):
             )
 
     def _finish_batch(self, version: int) -> int:
-        planned = self._receive_planned()
-        excluded = [*self._too_long, *self._rounds.train(planned)]
+        with self._worker.records.open_ahead() as ahead:
+            planned = self._receive_planned(ahead)
+            excluded = [*self._too_long, *self._rounds.train(planned)]
         for group in excluded:
             if group.prompt_group_id in self._groups:
                 self._fail(self._untrainable(group), version)
@@ -144,7 +149,7 @@ class BalancedBatches(LiveBatches):
             PoisonSample(group.error),
         )
 
-    def _receive_planned(self) -> list[list[UndecodedSample]]:
+    def _receive_planned(self, ahead: ArraysAhead) -> list[list[UndecodedSample]]:
         """Return this rank's micro-batches of the prompt groups that the ranks hold; collective."""
         with (
             self._commits.phases.measure("exchange"),
@@ -163,9 +168,15 @@ class BalancedBatches(LiveBatches):
             num_samples_sent=sum(ranks_by_sample[sample.sample_key] != data for sample in mine),
         )
         self._sizes, self._samples = [], []
-        return [
-            [self._undecoded(received, planned) for planned in micro_batch]
+        micro_batches = [
+            [received[planned.prompt_group_id, planned.index] for planned in micro_batch]
             for micro_batch in plan.micro_batches[data]
+        ]
+        encoded = [(one.value, one.position) for batch in micro_batches for one in batch]
+        decodes = iter(self._intake.plan_decoding(encoded, ahead))
+        return [
+            [UndecodedSample(one.prompt_group_id, one.position, next(decodes)) for one in batch]
+            for batch in micro_batches
         ]
 
     def _plan(self) -> StepPlan:
@@ -194,15 +205,6 @@ class BalancedBatches(LiveBatches):
             attention_cost=backend.attention_cost,
             whole_prompt_groups=self._config.algorithm.needs_whole_groups,
             waits_each_round=backend.is_collective,
-        )
-
-    def _undecoded(
-        self, received: dict[tuple[str, int], EncodedSample], planned: PlannedSample
-    ) -> UndecodedSample:
-        sample = received[planned.prompt_group_id, planned.index]
-        position = sample.partition, sample.offset
-        return UndecodedSample(
-            sample.prompt_group_id, position, partial(self._intake.decode, sample.value, position)
         )
 
 

@@ -161,8 +161,7 @@ class LiveBatches:
         with self._commits.phases.measure("wait"):
             records = self._reader.fetch(1000, timeout_seconds=seconds if wait else 0.0)
         with self._commits.phases.measure("decode"):
-            for record in records:
-                self._intake.add(record, version)
+            for _ in self._intake.add_all(records, version):
                 self._worker.lifecycle.record_progress()
 
     def _choose(self, version: int, remaining: int) -> tuple[int, list[ReadyGroup]]:
@@ -194,7 +193,7 @@ class LiveBatches:
                 self._commits.phases.measure("decode"),
                 self._worker.lifecycle.piece("read a prompt group"),
             ):
-                samples = [self._intake.restore(held) for held in held_samples]
+                samples = self._intake.restore(held_samples)
         except UNUSABLE as error:  # it could be had when its record came
             locations = [(held.partition, held.offset) for held in held_samples]
             self._batch.exclude(

@@ -6,23 +6,29 @@ A valid sample goes to the batch assembler; an unusable record becomes a dead le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from weakref import finalize
 
 import numpy as np
 
 from relax_events.config import RunConfig
 from relax_events.errors import CorruptRecord, ForeignRecord, PoisonSample, RelaxError
+from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import Event, PromptGroupEnded, SampleReady
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.records import Record
 from relax_events.media.library import MediaLibrary
 from relax_events.media.model_inputs import MediaSequence
 from relax_events.models.families import Family
-from relax_events.objects.claim_check import count_array_bytes
+from relax_events.objects.claim_check import count_array_bytes, list_arrays
 from relax_events.objects.store import list_media
 from relax_events.runtime.issue_rules import IssueRules
+from relax_events.runtime.record_io import NUM_AHEAD, UNUSABLE, ArraysAhead
 from relax_events.runtime.validation import (
     check_ended,
     check_ready,
@@ -38,6 +44,34 @@ from relax_events.training.batch.assembly import BatchAssembler, HeldSample, Loc
 from relax_events.training.batch.packing import PackedBatch
 from relax_events.training.batch.paths import sampled_tokens, split_paths
 from relax_events.training.batch.row_layout import TokenSequence, read_array
+
+Position = tuple[int, int]
+"""Partition and offset of a record."""
+MAX_HELD_BYTES = 4 * 1024**3
+"""Of fetched arrays that wait for their step. Above it a sample waits as its record, and its arrays
+are fetched again."""
+
+
+class HeldArrays:
+    """Counts the bytes of arrays that were fetched and are still held, by whomever."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self._room = max_bytes
+
+    def hold(self, event: Event) -> bool:
+        """Return whether there is room for the arrays of an event; they take it until they are
+        freed.
+        """
+        arrays = list_arrays(event)
+        if sum(array.nbytes for array in arrays) > self._room:
+            return False
+        for array in arrays:
+            self._room -= array.nbytes
+            finalize(array, self._free, array.nbytes).atexit = False
+        return True
+
+    def _free(self, num_bytes: int) -> None:
+        self._room += num_bytes
 
 
 class SampleIntake:
@@ -69,18 +103,25 @@ class SampleIntake:
         self._terms = IssueRules.from_config(worker.config)
         self._needed = needed_fields(worker.config.algorithm)
         self._library, self._topic, self._keeps_decoded = library, topic, keeps_decoded
+        self._fetched = HeldArrays()
 
-    def add(self, record: Record, version: int) -> None:
-        """Hand the samples of a record to the assembler of the step at `version`; if one is
-        unusable, the record becomes a dead letter, and its prompt group fails.
+    def add_all(self, records: Iterable[Record], version: int) -> Iterator[None]:
+        """Hand the samples of records to the assembler of the step at `version`, and yield after
+        each record; if a sample is unusable, its record becomes a dead letter, and its prompt group
+        fails.
         """
-        events = self._worker.records.decode_samples(record)
+        for record, events in self._worker.records.decode_all(records):
+            self._add(record, events, version)
+            yield
+
+    def _add(self, record: Record, events: Sequence[Event], version: int) -> None:
         reason = "record could not be decoded"
         if events:
             try:
                 for admitted in self._admitted(record, events, version):
                     keeps_decoded = self._keeps_decoded and (
                         count_array_bytes(admitted) <= len(record.value)
+                        or self._fetched.hold(admitted)
                     )
                     self._assembler.add(
                         record
@@ -155,20 +196,46 @@ class SampleIntake:
         except PoisonSample as error:
             raise PoisonSample(f"sample {sample.sample_id}: {error}") from error
 
-    def restore(self, held: HeldSample) -> LocatedSample:
-        """Return a sample that the assembler held; its record, which was found trainable on
-        arrival, is decoded again.
-        """
-        if isinstance(held, LocatedSample):
-            return held
-        return self.decode(held.value, (held.partition, held.offset))
-
-    def decode(self, value: bytes, position: tuple[int, int]) -> LocatedSample:
-        """Decode a record's value, from its partition and offset; another rank may have found it
-        trainable.
+    def restore(self, held_samples: Sequence[HeldSample]) -> list[LocatedSample]:
+        """Return samples that the assembler held. Of those that it held as records, which were
+        found trainable on arrival, the records are decoded and their arrays fetched again.
         """
         records = self._worker.records
-        (sample,) = check_ready(records.fetch_samples(records.decode_value(value)))
+        encoded = [one for one in held_samples if isinstance(one, Record)]
+        events = records.fetch_samples(*(records.decode_value(one.value) for one in encoded))
+        decoded = {
+            id(one): self._locate(event, (one.partition, one.offset))
+            for one, event in zip(encoded, events, strict=True)
+        }
+        return [one if isinstance(one, LocatedSample) else decoded[id(one)] for one in held_samples]
+
+    def plan_decoding(
+        self, encoded: Sequence[tuple[bytes, Position]], ahead: ArraysAhead
+    ) -> list[Callable[[], LocatedSample]]:
+        """Return for each of some samples a function that decodes it; another rank may have found
+        it trainable. The arrays of the next `NUM_AHEAD` samples are fetched meanwhile.
+
+        Args:
+            encoded: The values of their records, with partitions and offsets, in the order in which
+                they will be decoded.
+            ahead: What fetches the arrays.
+        """
+        records, upcoming = self._worker.records, deque(encoded)
+
+        def decode(index: int) -> LocatedSample:
+            while upcoming and len(encoded) - len(upcoming) <= index + NUM_AHEAD:
+                with suppress(*UNUSABLE):  # raised again when it is this sample's turn
+                    for sample in split_samples(records.decode_value(upcoming.popleft()[0])):
+                        ahead.begin(sample)
+            value, position = encoded[index]
+            (event,) = records.fetch_samples(records.decode_value(value), ahead=ahead)
+            return self._locate(event, position)
+
+        return [partial(decode, index) for index in range(len(encoded))]
+
+    @staticmethod
+    def _locate(event: Event, position: Position) -> LocatedSample:
+        (sample,) = check_ready([event])
         return LocatedSample(sample, *position)
 
     def reject(self, locations: list[tuple[int, int]], error: RelaxError) -> None:

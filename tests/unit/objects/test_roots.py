@@ -86,9 +86,10 @@ def test_worker_rejects_media_outside_the_roots_before_fetching(tmp_path: Path) 
     store = ObjectStore.open((tmp_path / "objects").as_uri())
     claim_check = StoreClaimCheck(store, claim_check_threshold_bytes=1)
     inside = ready(media=[image(store.put(b"an image", suffix=".png").uri)])
-    assert claim_check.check_out(inside) is inside
+    ahead = claim_check.open_ahead()
+    assert ahead.check_out(inside) is inside
     with pytest.raises(ObjectError, match="media must lie under"):
-        claim_check.check_out(ready(media=[image("file:///etc/passwd")]))
+        ahead.check_out(ready(media=[image("file:///etc/passwd")]))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_array_and_artifact_outside_of_the_store_are_refused(tmp_path: Path, uri
     reference = ObjectRef(uri.format(root=store.uri("")), bytes(32), 9)
     stored = ready(tokens=StoredArray("<i4", (4,), reference))
     with pytest.raises(ObjectError, match=r"lies outside the object store|can't name an object"):
-        StoreClaimCheck(store, claim_check_threshold_bytes=1).check_out(stored)
+        StoreClaimCheck(store, claim_check_threshold_bytes=1).open_ahead().check_out(stored)
     announced = PolicyVersionPublished(
         policy_version=1, artifact=reference, transports=["store"], start_offsets=[]
     )
