@@ -190,7 +190,7 @@ class SGLangConfig(Section):
     """Folder, visible to both, where policy versions are written for a server to load. Default: in
     memory (`/dev/shm`) where three models fit for each server, else among temporary files."""
     on_unverified_weights: Literal["refuse", "accept"] = "refuse"
-    """What to do when a server's checksums can't be computed here (with expert parallelism, of
+    """What to do when a server's checksums can't be computed here (of pipeline stages, of
     quantised weights, of other architectures): refuse to start, or accept the server's word that it
     has loaded the weights."""
 

@@ -223,6 +223,77 @@ def test_checksums_of_each_rank_can_be_predicted(num_ranks: int, new: Hash) -> N
     assert checksums.compute(other) == name_by_rank(expected)
 
 
+def expert_tensors(
+    own: Mapping[str, torch.Tensor], *, rank: int, of: int, num_groups: int
+) -> dict[str, str]:
+    """Return the checksums of a rank's experts: its group, and of each expert its slice."""
+    num_slices = of // num_groups
+    group = range(8)[rank // num_slices * 8 // num_groups :][: 8 // num_groups]
+    sums = {}
+    for layer in ("model.layers.0", "model.layers.1"):
+        gates_and_ups, downs = [], []
+        for number in group:
+            gate, up, down = (
+                own[f"{layer}.mlp.experts.{number}.{part}_proj.weight"]
+                for part in ("gate", "up", "down")
+            )
+            gates_and_ups += [one.chunk(num_slices)[rank % num_slices] for one in (gate, up)]
+            downs.append(down.chunk(num_slices, dim=1)[rank % num_slices])
+        sums[f"{layer}.mlp.experts.w13_weight"] = hash_whole(GpuDigest, *gates_and_ups)
+        sums[f"{layer}.mlp.experts.w2_weight"] = hash_whole(GpuDigest, *downs)
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_groups"), [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2)]
+)
+def test_checksums_of_each_ranks_experts_can_be_predicted(num_ranks: int, num_groups: int) -> None:
+    own, other = (
+        {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+        for tensors in (
+            ModelFolder.read(tiny_model("qwen3_moe", seed=seed)).tensors() for seed in (3, 9)
+        )
+    )
+    of_own, of_other = (
+        [
+            expert_tensors(tensors, rank=rank, of=num_ranks, num_groups=num_groups)
+            for rank in range(num_ranks)
+        ]
+        for tensors in (own, other)
+    )
+    checksums, unverified = WeightChecksums.infer(of_own, own, dtype=torch.float32)
+    assert unverified == []
+    assert checksums.compute(other) == name_by_rank(of_other)
+
+
+def test_checksums_of_each_ranks_tower_heads_can_be_predicted() -> None:
+    """The checkpoint has the queries, keys and values of all heads in one tensor."""
+    shapes = {"weight": (48, 7), "bias": (48,)}
+
+    def build() -> dict[str, torch.Tensor]:
+        return {
+            f"model.visual.blocks.0.attn.qkv.{name}": torch.randn(shape)
+            for name, shape in shapes.items()
+        }
+
+    def reported(tensors: dict[str, torch.Tensor]) -> list[dict[str, str]]:
+        thirds = {name: tensor.chunk(3) for name, tensor in tensors.items()}
+        return [
+            {
+                name.replace("model.visual", "visual").replace("qkv", "qkv_proj"): hash_whole(
+                    GpuDigest, *(third.chunk(4)[rank] for third in parts)
+                )
+                for name, parts in thirds.items()
+            }
+            for rank in range(4)
+        ]
+
+    own, other = build(), build()
+    checksums, unverified = WeightChecksums.infer(reported(own), own, dtype=torch.float32)
+    assert unverified == []
+    assert checksums.compute(other) == name_by_rank(reported(other))
+
+
 @pytest.mark.parametrize("new", [sha256, GpuDigest])
 def test_tensors_without_a_matching_checksum_stay_unverified(new: Hash) -> None:
     own = ModelFolder.read(tiny_model()).tensors()

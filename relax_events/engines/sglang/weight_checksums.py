@@ -234,15 +234,19 @@ def _of_rank(
     whole: TensorRecipe, tensors: Mapping[str, Tensor], *, rank: int, num_ranks: int
 ) -> Iterator[TensorRecipe]:
     """Yield what a rank may hold of a tensor: all of it, or its slice of rows or columns."""
+    names = [part.name for part in whole.parts]
+    if num_ranks > 1 and ".experts." in names[0]:
+        yield from _experts_of_rank(names, tensors, rank=rank, num_ranks=num_ranks)
     if num_ranks == 1 or not whole.num_zero_rows:
         yield whole
-    if num_ranks == 1:
+    if num_ranks == 1 or ".experts." in names[0]:
         return
-    names = [part.name for part in whole.parts]
     if whole.num_zero_rows or len(names) == 1:
         rows = len(tensors[names[0]]) + whole.num_zero_rows
         if rows % num_ranks == 0:
             yield _rows_of_rank(names[0], tensors, rank=rank, num_rows=rows // num_ranks)
+    if ".qkv." in names[0] and len(tensors[names[0]]) % (3 * num_ranks) == 0:
+        yield _thirds_of_rank(names[0], tensors, rank=rank, num_ranks=num_ranks)
     for dim in (0, 1):
         for num_slices in _divisors(num_ranks):
             # of attention with fewer heads for keys and values than ranks, several have the same
@@ -267,6 +271,38 @@ def _rows_of_rank(
     start = min(rank * num_rows, len(tensors[name]))
     length = min(num_rows, len(tensors[name]) - start)
     return TensorRecipe((Part(name, 0, start, length),), num_rows - length)
+
+
+def _thirds_of_rank(
+    name: str, tensors: Mapping[str, Tensor], *, rank: int, num_ranks: int
+) -> TensorRecipe:
+    """Return a rank's queries, keys and values of a checkpoint tensor with those of all heads."""
+    third = len(tensors[name]) // 3
+    length = third // num_ranks
+    return TensorRecipe(
+        tuple(Part(name, 0, index * third + rank * length, length) for index in range(3))
+    )
+
+
+def _experts_of_rank(
+    names: Sequence[str], tensors: Mapping[str, Tensor], *, rank: int, num_ranks: int
+) -> Iterator[TensorRecipe]:
+    """Yield what a rank may hold of a layer's experts, whose tensors have these names: a group of
+    them, and of each its slice.
+    """
+    num_experts = len({name.rsplit(".", 2)[0] for name in names})
+    for num_groups in _divisors(num_ranks):
+        if num_experts % num_groups == 0:
+            num_slices, num_names = num_ranks // num_groups, len(names) // num_groups
+            start = rank // num_slices * num_names
+            group = names[start : start + num_names]
+            for dim in (0, 1) if num_slices > 1 else (0,):
+                parts = [
+                    _slice(name, tensors, dim=dim, index=rank % num_slices, count=num_slices)
+                    for name in group
+                ]
+                if all(parts):
+                    yield TensorRecipe(tuple(part for part in parts if part is not None))
 
 
 def _slice(
