@@ -27,7 +27,7 @@ CONFIG = Path("configs/quickstart.toml")
 """Each checkout's own."""
 SAMPLES_PER_STEP = 256
 FIRST_STEADY_STEP = 10
-STEP_LINE = re.compile(r"step (\d+)/")
+STEP_LINE = re.compile(r"(?:[\d:]+  )?step (\d+)/")
 SETTINGS = {
     "async K=1": (*OBJECTIVE, *ASYNC),
     "async K=1, hybrid": (*OBJECTIVE, *ASYNC, "workers.hybrid=true"),

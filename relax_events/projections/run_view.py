@@ -74,6 +74,7 @@ class RunView:
     staleness_max: int | None
     tokens_per_second: float | None
     samples_per_second: float | None
+    step_seconds: float | None
     remaining_seconds: float | None
     outcomes: Mapping[str, int]
     phase_ratios: Mapping[str, float]
@@ -131,6 +132,7 @@ class RunView:
             staleness_max=max_sample_staleness(newest) if newest else None,
             tokens_per_second=rates.tokens_per_second,
             samples_per_second=rates.samples_per_second,
+            step_seconds=rates.step_seconds,
             remaining_seconds=None
             if rates.step_seconds is None
             else max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds,
@@ -195,8 +197,9 @@ class WorkerTable:
         now: int,
     ) -> WorkerRow:
         if heartbeat is None:
+            absent = "waiting" if state.ended is None else "ended"
             return WorkerRow(
-                worker_id=worker_id, state="starting" if alive else "waiting", is_healthy=True
+                worker_id=worker_id, state="starting" if alive else absent, is_healthy=True
             )
         self._count_restart(heartbeat)
         age = max(now - heartbeat.sent_at, 0) / MICROS

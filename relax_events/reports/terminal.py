@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from datetime import datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -166,8 +167,8 @@ class PanelOutput:
 
 
 class LineOutput:
-    """Plain lines for a log: the first step, then one every few seconds or tenth of the run while
-    steps commit, and the last.
+    """Plain lines for a log, each with the time of day: the first step, then one every few seconds
+    or tenth of the run while steps commit, and the last.
 
     After half a minute without a step, a line shows the current state.
     """
@@ -181,7 +182,7 @@ class LineOutput:
         """Print a line if one is due."""
         if self._is_due(view, is_last=is_last):
             self._shown_at, self._shown_step = self._clock(), view.step
-            self.print_line(format_progress(view))
+            self.print_line(f"{datetime.now().astimezone():%H:%M:%S}  {format_progress(view)}")
 
     def _is_due(self, view: RunView, *, is_last: bool) -> bool:
         waited = self._clock() - self._shown_at
@@ -208,11 +209,15 @@ def format_progress(view: RunView) -> str:
     """Format a run's progress in one line; unhealthy workers are named."""
     parts = [f"step {view.step}/{view.num_steps}"]
     if view.step:
-        parts += [f"{name} {_format(value)}" for name, value in view.learning_metrics.items()]
-        parts.append(f"staleness {_format(view.staleness_mean)} max {_format(view.staleness_max)}")
-        parts.append(
-            f"tokens/s {'-' if view.tokens_per_second is None else round(view.tokens_per_second)}"
-        )
+        parts += [
+            f"{name} {format_decimal(value)}" for name, value in view.learning_metrics.items()
+        ]
+        mean, most = map(format_decimal, (view.staleness_mean, view.staleness_max))
+        parts.append(f"staleness {mean} max {most}")
+        tokens, left = view.tokens_per_second, view.remaining_seconds
+        parts.append(f"tokens/s {'-' if tokens is None else round(tokens)}")
+        parts.append(f"{format_decimal(view.step_seconds)} s a step")
+        parts += [f"ETA {format_clock(left)}{format_end(left)}"] if left else []
     else:
         num_ready = sum(row.heartbeat_age_seconds is not None for row in view.workers)
         parts += ["no train step yet", f"workers {num_ready}/{len(view.workers)} ready"]
@@ -221,5 +226,23 @@ def format_progress(view: RunView) -> str:
     return "  ".join(parts)
 
 
-def _format(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+def format_decimal(value: float | None, digits: int = 3) -> str:
+    """Format a metric with so many significant digits; a dash when it is unknown."""
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def format_end(remaining_seconds: float | None) -> str:
+    """Format the local time at which a run will end, as ` (17:42)`; nothing when it is unknown."""
+    if remaining_seconds is None:
+        return ""
+    end = datetime.now().astimezone() + timedelta(seconds=remaining_seconds)
+    is_today = end.date() == datetime.now().astimezone().date()
+    return f" ({end:%H:%M})" if is_today else f" ({end:%b %d %H:%M})"
+
+
+def format_clock(seconds: float | None) -> str:
+    """Format a duration as h:mm:ss; a dash when it is unknown."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 
 from rich.box import ASCII2, ROUNDED, SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -15,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_events.projections.run_view import RunView, WorkerRow
+from relax_events.reports.terminal import format_clock, format_decimal, format_end
 from relax_events.topics import compute_slot
 
 BLOCKS = "".join(chr(0x2581 + height) for height in range(8))
@@ -245,28 +245,6 @@ def draw_phases(ratios: Mapping[str, float], *, width: int, ascii_only: bool = F
         bar.append(block * (until - begin), styles[phase])
         begin = until
     return Text.assemble(bar, legend, no_wrap=True)
-
-
-def format_end(remaining_seconds: float | None) -> str:
-    """Format the local time at which a run will end, as ` (17:42)`; nothing when it is unknown."""
-    if remaining_seconds is None:
-        return ""
-    end = datetime.now().astimezone() + timedelta(seconds=remaining_seconds)
-    is_today = end.date() == datetime.now().astimezone().date()
-    return f" ({end:%H:%M})" if is_today else f" ({end:%b %d %H:%M})"
-
-
-def format_clock(seconds: float | None) -> str:
-    """Format a duration as h:mm:ss; a dash when it is unknown."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-def format_decimal(value: float | None, digits: int = 3) -> str:
-    """Format a metric with so many significant digits; a dash when it is unknown."""
-    return "-" if value is None else f"{value:.{digits}g}"
 
 
 def format_integer(value: float | None) -> str:

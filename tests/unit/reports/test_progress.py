@@ -1,6 +1,7 @@
 """The progress display of a run: metrics, workers, the live panel, and log lines."""
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,15 +10,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from relax_events.events.parts import Outcome, WorkerState
-from relax_events.events.types import MetricsReported
+from relax_events.events.parts import Command, Outcome, WorkerState
+from relax_events.events.types import MetricsReported, RunCommanded
 from relax_events.projections.run_state import RunState
 from relax_events.projections.run_view import RunView, WorkerRow, WorkerTable
-from relax_events.reports.terminal import ProgressDisplay
+from relax_events.reports.terminal import ProgressDisplay, format_clock
 from relax_events.reports.terminal_panel import (
     ProgressPanel,
     draw_phases,
-    format_clock,
     select_workers,
     sparkline,
 )
@@ -86,6 +86,13 @@ def test_run_view_are_none_before_the_first_step_or_without_reports() -> None:
     state.steps[0].metrics.clear()
     bare = compute_view(state)
     assert (bare.reward, bare.loss, bare.rewards, bare.tokens_per_second) == (None, None, (), None)
+
+
+def test_workers_of_an_ended_run_wait_for_nothing() -> None:
+    table, state = WorkerTable(run_config(), since_micros=int(50e6)), RunState()
+    assert {row.state for row in table.rows(state, alive={}, now_micros=0)} == {"waiting"}
+    state.apply(RunCommanded(command=Command.STOP, reason="over", succeeded=True))
+    assert {row.state for row in table.rows(state, alive={}, now_micros=0)} == {"ended"}
 
 
 def test_worker_table_distinguishes_states() -> None:
@@ -376,10 +383,10 @@ def test_progress_lines_appear_for_the_first_and_last_step_and_rarely_between() 
                 shown_at.append(index + 1)
     lines = stream.getvalue().splitlines()
     assert shown_at == [1, 11, 21]  # five seconds, or a tenth of the run
-    assert lines[0].startswith(
-        "step 1/100  reward 0.5  loss 0.25  kl 0.003  staleness 0.5 max 1  tokens/s 200  lag 12"
-    )
-    assert lines[-1].startswith("step 25/100  ")
+    rates = r"tokens/s \d+  \S+ s a step  ETA \d:\d\d:\d\d \(.*\d\d:\d\d\)"
+    learned = "reward 0.5  loss 0.25  kl 0.003  staleness 0.5 max 1"
+    assert re.match(rf"\d\d:\d\d:\d\d  step 1/100  {learned}  {rates}  lag 12$", lines[0])
+    assert re.match(r"\d\d:\d\d:\d\d  step 25/100  ", lines[-1])
     assert len(lines) == 4
 
 
@@ -391,7 +398,8 @@ def test_progress_lines_are_two_seconds_apart_in_a_fast_run() -> None:
             state.apply(train_step(index, at_seconds=time.time() + index))
             hand.seconds += 0.5
             display.update(state, lag={}, alive={})
-    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
+    assert "ETA" not in stream.getvalue().splitlines()[-1], "the goal is reached"
+    assert [line.split()[2] for line in stream.getvalue().splitlines()] == [
         "1/12",
         "5/12",
         "9/12",
@@ -409,10 +417,8 @@ def test_progress_lines_report_no_step_yet_and_unhealthy_workers() -> None:
         hand.seconds += 31
         display.update(state, lag={}, alive={})
         display.update(state, lag={}, alive={})
-    assert (
-        stream.getvalue()
-        == "step 0/4  no train step yet  workers 1/7 ready  lag 0  rollout-0 down\n"
-    )
+    _, _, line = stream.getvalue().partition("  ")
+    assert line == "step 0/4  no train step yet  workers 1/7 ready  lag 0  rollout-0 down\n"
 
 
 def test_display_handles_missing_and_non_finite_metrics() -> None:
