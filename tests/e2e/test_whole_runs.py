@@ -120,6 +120,7 @@ def test_two_ranks_train_what_one_rank_trains(
         "run.mode=sync",
         "run.max_staleness=0",
         "broker.partitions_per_version=2",
+        "objects.claim_check_threshold_bytes=64",
         "trainer.learning_rate=1e-3",
     )
     one = run_to_goal(relax, run_file, bootstrap_servers, *sync, f"run.id={run_id}-one")
