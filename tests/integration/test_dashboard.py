@@ -64,7 +64,12 @@ def written(
     folder = tmp_path_factory.mktemp("dashboard")
     config = small_run(
         {
-            "run": {"id": f"dash-{time.time_ns()}", "directory": str(folder), "max_staleness": 1},
+            "run": {
+                "id": f"dash-{time.time_ns()}",
+                "directory": str(folder),
+                "max_staleness": 1,
+                "samples_per_prompt": 2,
+            },
             "model": {"path": str(folder / "model")},
             "data": {"source": "jsonl:unused"},
             "broker": {"bootstrap_servers": bootstrap_servers, "partitions_per_version": 1},

@@ -41,7 +41,7 @@ from relax_events.ops.topic_tail import find_partitions, find_start_offsets, tai
 from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import list_input_partitions
 
-STEPS = 5
+STEPS, MAX_STALENESS = 5, 1
 QUIET = ("reward", "advantage", "trainer")
 EVERYTHING = ExportFilter()
 
@@ -118,7 +118,7 @@ class SmallRun:
             group_index=0,
             attempt=0,
             row=step,
-            required_policy_version=0,
+            required_policy_version=max(step - MAX_STALENESS, 0),
             samples_per_prompt=2,
             messages=[],
             seed=1,
@@ -171,7 +171,12 @@ def unwritten(
 ) -> SmallRun:
     """Return the small run, its topics empty."""
     config = apply_run(
-        run={"max_staleness": 1, "num_steps": STEPS},
+        run={
+            "max_staleness": MAX_STALENESS,
+            "num_steps": STEPS,
+            "prompts_per_step": 1,
+            "samples_per_prompt": 2,
+        },
         broker={"partitions_per_version": 1, "queue_partitions": 1},
     )
     return SmallRun(config, TopicPlan.from_config(config), connection, admin)

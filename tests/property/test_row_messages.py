@@ -35,7 +35,9 @@ SHOWS_CONTENTS = (
 )
 compose = partial(normalize, "NFC")
 """As the tokenizer composes characters."""
-TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=9)
+TEXTS = st.text(
+    st.characters(codec="utf-8", exclude_characters="<>|"), min_size=1, max_size=9
+).filter(str.strip)  # a blank answer is no target, and a blank thought is none
 CONTENTS = TEXTS | st.lists(TEXTS, min_size=1, max_size=3).map(
     lambda texts: [{"type": "text", "text": text} for text in texts]
 )
