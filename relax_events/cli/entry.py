@@ -9,8 +9,8 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -38,7 +38,8 @@ def run_command(on_interrupt: Callable[[int, FrameType | None], object] | int | 
     try:
         if on_interrupt is not None:
             signal.signal(signal.SIGINT, on_interrupt)
-        result = _called()
+        with raise_lost_signals():
+            result = _called()
         sys.stdout.flush()
     except RelaxError as error:
         write_line(printable(f"error: {error}"), sys.stderr)
@@ -71,6 +72,19 @@ def run_command(on_interrupt: Callable[[int, FrameType | None], object] | int | 
         sys.excepthook(type(error), error, error.__traceback__)
         _end_worker(error, exit_code=1)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+@contextmanager
+def raise_lost_signals() -> Iterator[None]:
+    """Raise what a signal's handler raised, where the Kafka client put a SystemError over it:
+    confluent-kafka 2.16.1 does, when a signal meets `list_offsets`.
+    """
+    try:
+        yield
+    except SystemError as error:
+        if isinstance(error.__cause__, (KeyboardInterrupt, SystemExit)):
+            raise error.__cause__ from None
+        raise
 
 
 def _reader_has_left() -> bool:

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_events.cli.entry import raise_lost_signals
+
 if TYPE_CHECKING:
     from relax_events.history.run_log import RunLog
 
@@ -64,5 +66,5 @@ def note_unreadable(log: RunLog) -> None:
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
     """Exit without an error on Ctrl-C."""
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), raise_lost_signals():
         yield

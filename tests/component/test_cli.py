@@ -56,6 +56,37 @@ finally:
 """
 
 
+LOST_INTERRUPT = """
+import random, signal, sys
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
+from relax_events.cli import app, main
+from relax_events.cli.run_reader import reader_may_leave
+
+def list_offsets_until_an_interrupt_is_lost():
+    client = AdminClient({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})
+    asked = {TopicPartition("topic", number): OffsetSpec.latest() for number in range(200)}
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    for _ in range(5_000):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 0.003))
+            while True:
+                client.list_offsets(asked, request_timeout=0.001)
+        except KeyboardInterrupt:
+            pass
+        except SystemError:
+            print("lost", flush=True)
+            raise
+    print("not lost: this client repairs the defect that entry.raise_lost_signals describes")
+
+def read():
+    with reader_may_leave():
+        list_offsets_until_an_interrupt_is_lost()
+
+app.app = {"read": read, "ask": list_offsets_until_an_interrupt_is_lost}[sys.argv.pop()]
+sys.argv = ["relax", "samples", "x.toml"]
+main()
+"""
 INTERRUPTED = """
 import os, signal, sys
 class Interrupt:
@@ -211,6 +242,20 @@ def test_keyboard_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize(("command", "exit_code"), [("ask", 130), ("read", 0)])
+def test_interrupt_under_an_error_of_the_kafka_client_ends_the_command(
+    command: str, exit_code: int
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LOST_INTERRUPT, command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (exit_code, "lost\n", "")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import sys
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +13,7 @@ from cyclopts import Parameter
 
 from relax_events.cli.output import print_json, print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile
+from relax_events.cli.run_reader import reader_may_leave
 from relax_events.cli.topics.run_topics import open_run
 from relax_events.errors import CheckFailed
 
@@ -59,7 +59,7 @@ def show(
         if not watch:
             _show(settings, admin, by, output)
             return 0
-        with suppress(KeyboardInterrupt):
+        with reader_may_leave():
             while True:
                 if output == "table":
                     print(CLEAR, end="", file=getattr(sys.stdout, "terminal", sys.stdout))
@@ -190,7 +190,7 @@ def tail(
 
     with open_run(config, overrides) as (settings, admin):
         partitions = topic_tail.find_partitions(settings.run, admin, entity, partition=partition)
-        with RunLog(settings, name="tail") as log, suppress(KeyboardInterrupt):
+        with RunLog(settings, name="tail") as log, reader_may_leave():
             starts = topic_tail.find_start_offsets(log, admin, partitions, from_)
             stops = None if follow else admin.end_offsets(partitions)
             for item in islice(topic_tail.tail(log, starts, stops=stops), limit):
