@@ -4,16 +4,10 @@ without using an attempt.
 
 from __future__ import annotations
 
-import asyncio
 import re
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -21,7 +15,6 @@ from engine_requests import MakeEngine, fresh_sample, tiny_model
 from prometheus_client import CollectorRegistry
 from small_settings import small_run
 from structlog.testing import capture_logs
-from websockets.asyncio.server import ServerConnection, serve
 
 from relax_events.config import RunConfig, SamplingConfig
 from relax_events.data.rendering import PromptRenderer
@@ -37,11 +30,10 @@ from relax_events.episodes.environment_drivers import FunctionDriver, StatefulDr
 from relax_events.events.parts import ChatMessage, FinishReason
 from relax_events.packages.gateway.program_driver import ProgramDriver
 from relax_events.telemetry.component_metrics import EpisodeMetrics
-from tests.component.gateway_agents import HEAD
-from tests.misbehaving import FAULTS, NUM_TURNS, SLOW_SECONDS
+from tests.misbehaving import FAULTS, NUM_TURNS
+from tests.misbehaving_kinds import environment_of, openenv_server
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-FILE = Path(__file__).parents[1] / "misbehaving.py"
 NUM_SAMPLES = 100
 RATES = (1, 5)
 """Samples of a hundred that misbehave."""
@@ -55,68 +47,6 @@ ENDINGS = {
     "reply": FinishReason.ERROR,
     "slow": FinishReason.STOP,
 }
-PROGRAM = f"""
-from runpy import run_path
-misbehave = run_path({str(FILE)!r})["misbehave"]
-for turn in range({NUM_TURNS}):
-    messages.append(say(messages))
-    how = task["metadata"].get("how", "") if turn == 1 else ""
-    messages.append({{"role": "user", "content": misbehave(how)}})
-"""
-
-
-async def misbehave(socket: ServerConnection, how: str) -> None:
-    """Do in a connection of OpenEnv's what a row names."""
-    if how == "kill":
-        socket.transport.abort()
-    if how in ("hang", "flood"):
-        await socket.wait_closed()
-    if how == "slow":
-        await asyncio.sleep(SLOW_SECONDS)
-    if how == "raise":
-        error = {"message": "it broke", "code": "EXECUTION_ERROR"}
-        await socket.send(orjson.dumps({"type": "error", "data": error}).decode())
-
-
-async def handle(socket: ServerConnection) -> None:
-    """Serve a session of OpenEnv's protocol."""
-    turn, how = 0, ""
-    async for text in socket:
-        message = orjson.loads(text)
-        if message["type"] == "close":
-            return
-        if message["type"] == "reset":
-            how = message["data"].get("how", "")
-        else:
-            turn += 1
-            if turn == 2:
-                await misbehave(socket, how)
-        said = "x" * 8 * 2**20 if turn == 2 and how == "reply" else "next"
-        data = {"observation": {"text": said}, "reward": 1.0, "done": turn == NUM_TURNS}
-        await socket.send(orjson.dumps({"type": "observation", "data": data}).decode())
-
-
-@contextmanager
-def openenv_server() -> Iterator[str]:
-    """Serve sessions in a thread; yield the address."""
-    loop, ready, addresses = asyncio.new_event_loop(), threading.Event(), []
-    ended = asyncio.Event()
-
-    async def run() -> None:
-        async with serve(handle, "127.0.0.1", 0, close_timeout=1) as server:
-            addresses.append(f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}")
-            ready.set()
-            await ended.wait()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(run()))
-    thread.start()
-    assert ready.wait(60)
-    try:
-        yield addresses[0]
-    finally:
-        loop.call_soon_threadsafe(ended.set)
-        thread.join()
-        loop.close()
 
 
 class ToolPool(SessionPool):
@@ -139,21 +69,6 @@ class ToolPool(SessionPool):
         call = {"name": "act", "arguments": {"how": how}}
         text = f"<tool_call>{orjson.dumps(call).decode()}</tool_call>"
         return await super().step_session(session, text)
-
-
-def environment_of(kind: str, folder: Path, address: str) -> dict[str, Any]:
-    """Return the section of a kind of environment."""
-    if kind == "program":
-        file = folder / "agent.py"
-        file.write_text(HEAD + PROGRAM)
-        return {"command": [sys.executable, "-I", "-S", str(file)]}
-    if kind == "mcp":
-        server = {"command": [sys.executable, "-I", "-S", str(FILE)]}
-        return {"interface": "mcp", "tool_servers": {"tests": server}}
-    if kind == "openenv":
-        return {"interface": "openenv", "address": address, "options": {"text_field": "text"}}
-    name = "respond" if kind == "function" else kind.capitalize()
-    return {"interface": kind, "function": f"{FILE}:{name}", "processes": 2}
 
 
 def driver_of(kind: str, config: RunConfig) -> Driver:
