@@ -64,7 +64,26 @@ def load_run_config(
         ConfigError: The file is missing, not TOML, or a key or value is not allowed; the text names
             the key.
     """
-    tree = _read(path)
+    return build_run_config(_read(path), path, overrides, environment, find_commit=find_commit)
+
+
+def build_run_config(
+    tree: dict[str, Any],
+    path: Path | str,
+    overrides: Iterable[str] = (),
+    environment: Mapping[str, str] | None = None,
+    *,
+    find_commit: CommitFinder = find_cached_commit,
+) -> RunConfig:
+    """Check the sections of a run file; arguments and errors as for `load_run_config`.
+
+    Args:
+        tree: The sections, which the overrides change.
+        path: Where they come from, for errors.
+        overrides: See `load_run_config`, as for the other arguments.
+        environment: Likewise.
+        find_commit: Likewise.
+    """
     environment = os.environ if environment is None else environment
     for name in sorted(environment):
         if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
@@ -130,7 +149,7 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _require_shallow(tree: Mapping[str, Any], path: Path) -> None:
+def _require_shallow(tree: Mapping[str, Any], path: Path | str) -> None:
     """Refuse a run file that nests too many sections: later steps recurse into each of them."""
     level: list[Any] = [tree]
     for _ in range(MAX_DEPTH):
@@ -193,7 +212,7 @@ def read_value(text: str) -> Any:
         return text
 
 
-def _explain(item: Mapping[str, Any], path: Path) -> str:
+def _explain(item: Mapping[str, Any], path: Path | str) -> str:
     location = [str(part) for part in item["loc"]]
     key = ".".join(location)
     if item["type"] == "extra_forbidden":

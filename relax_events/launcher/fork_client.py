@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import structlog
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
 from relax_events.launcher.fork_protocol import SpawnRequest, receive, send, shared_environment
+from relax_events.launcher.own_process import start_module
 
 log = structlog.get_logger()
 START_SECONDS = 60.0
@@ -105,17 +105,13 @@ class ForkServerProcess:
         self._channel.settimeout(START_SECONDS)
         self._codes: dict[int, int] = {}
         self._is_lost = False
-        command = [sys.executable, "-m", "relax_events.launcher.fork_server", str(other.fileno())]
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with other, log_path.open("ab") as file:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                env=environment,
-                pass_fds=[other.fileno()],
+        with other:
+            self._process = start_module(
+                "relax_events.launcher.fork_server",
+                [str(other.fileno())],
+                output=log_path,
+                environment=environment,
+                descriptors=[other.fileno()],
             )
 
     @property

@@ -96,6 +96,21 @@ class RunSessions(AbstractContextManager["RunSessions"]):
         )
 
 
+def find_active(folder: Path) -> Session | None:
+    """Return a session that works on a run now; None where none does.
+
+    Args:
+        folder: Of the run.
+    """
+    with suppress(FileNotFoundError), (folder / SESSIONS_FILE).open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sessions = parse_sessions(file.read())
+            return next((one for one in reversed(sessions) if one.ended_at is None), None)
+    return None
+
+
 def _lock(file: IO[bytes]) -> bool:
     """Take a lock that all sessions of the run share; return whether no other session holds it."""
     try:

@@ -115,6 +115,15 @@ def test_help_imports_no_heavy_packages() -> None:
     assert asked.stdout == help_text() + "\nloaded: []\n"
 
 
+def test_import_of_the_package_loads_no_heavy_packages_before_its_face_is_used() -> None:
+    loaded = f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    code = f"import sys, relax_events; dir(relax_events); {loaded}; print(relax_events.train.__module__)"
+    asked = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert asked.stdout == "[]\nrelax_events.launcher.run_handle\n"
+
+
 def test_help_names_every_command_and_nothing_else() -> None:
     assert {words[0] for words in subcommands() if len(words) == 1} == set(COMMANDS)
     listed = help_text().partition("Commands:\n")[2].partition("\n\n")[0].splitlines()

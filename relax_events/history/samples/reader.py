@@ -238,7 +238,11 @@ class LiveSamples:
 
 
 def follow_samples(
-    log: RunLog, selection: SampleFilter, starts: dict[TopicPartition, int]
+    log: RunLog,
+    selection: SampleFilter,
+    starts: dict[TopicPartition, int],
+    *,
+    has_ended: Callable[[], bool] = lambda: False,
 ) -> Iterator[SampleLine]:
     """Yield matching samples as they come, until the run is over and nothing comes any more.
 
@@ -246,19 +250,22 @@ def follow_samples(
         log: The run's log.
         selection: Which samples.
         starts: Start offsets, as `live_starts` gave them before older samples were read.
+        has_ended: Whether the run has ended without a command that says so.
     """
     live, phase = LiveSamples(selection, newest_version=log.newest_version), RunPhase()
     commands = log.full_ranges(COMMANDS, range(1))
     for command in log.read(commands, RunCommanded):
         phase.apply_command(command.event)
     ends = {topic_partition: stop for topic_partition, (_, stop) in commands.items()}
+    is_over = False
     for record in log.follow(starts | ends):
         if record is not None:
             yield from _take(log, live, phase, record)
-        is_done = record is None and phase.is_over
+        is_done = record is None and (phase.is_over or is_over)
         yield from live.pop_overdue(every=is_done)
         if is_done:
             return
+        is_over = record is None and has_ended()
 
 
 def live_starts(log: RunLog) -> dict[TopicPartition, int]:

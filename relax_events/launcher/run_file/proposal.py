@@ -27,6 +27,7 @@ from relax_events.launcher.run_file.columns import (
     guess_columns,
     propose_reward,
 )
+from relax_events.launcher.run_file.python_arguments import name_source
 from relax_events.models.checkpoint_facts import read_facts
 from relax_events.planning.inventory import CheckpointFacts, format_bytes, get_value_bytes
 
@@ -113,20 +114,9 @@ def _locate_data(data: Path, split: str, report: Report) -> tuple[str, list[Path
     """Return the source as a run file names it, and its files."""
     if str(data).startswith(PREFIX):
         return fetch_dataset(str(data), split, key="--data", report=report)
-    if not data.exists():
-        raise ConfigError(
-            f"data {data} does not exist; give a .jsonl or .parquet file or a folder; a dataset of "
-            "the Hugging Face hub is named hf:org/name:config:split"
-        )
-    is_parquet = data.is_dir() or data.suffix == ".parquet"
-    if not is_parquet and not {".jsonl", ".ndjson"} & set(data.suffixes):
-        raise ConfigError(
-            f"data {data} is neither JSON lines (.jsonl, .jsonl.gz) nor Parquet (.parquet, a "
-            "folder); write it as one JSON object a line"
-        )
-    if not is_parquet:
-        return f"jsonl:{data.resolve()}", [data]
-    return f"parquet:{data.resolve()}", parquet_files(data, split, section="data")
+    source = name_source(data)
+    is_parquet = source.startswith("parquet:")
+    return source, parquet_files(data, split, section="data") if is_parquet else [data]
 
 
 def read_rows(parts: Sequence[Path]) -> list[Mapping[str, Any]]:

@@ -32,7 +32,7 @@ LAUNCHERS = {
     "packages/gateway/program_guard.py": "the same program, below its guard",
     "engines/sglang/process.py": "the SGLang server",
     "kafka/embedded/java.py": "the embedded broker and its tools",
-    "launcher/fork_client.py": "the fork server, which has no foreign bytes",
+    "launcher/own_process.py": "the fork server, and relax run from Python, without foreign bytes",
     "launcher/preparation.py": "our own commands",
     "packages/dashboard/run_page.py": "our own page",
     "session/gpus.py": "asks the driver for its GPUs",

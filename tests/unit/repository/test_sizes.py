@@ -12,7 +12,7 @@ PROCESS_STARTS = {
     "relax_events/packages/gateway/program.py": "an agent's program, which is handed descriptors",
     "relax_events/packages/gateway/program_guard.py": "the guard that ends an agent's program with it",
     "relax_events/kafka/embedded/process.py": "the embedded broker",
-    "relax_events/launcher/fork_client.py": "the fork server, which lives as long as a run",
+    "relax_events/launcher/own_process.py": "the fork server, and relax run from Python, which live as long as a run",
     "relax_events/launcher/fork_server.py": "workers, forked",
     "relax_events/packages/dashboard/run_page.py": "the page of a run",
     "relax_events/sandbox/inside/entry.py": "programs within the sandbox",

@@ -1,0 +1,254 @@
+"""Writes the run file of a call of `relax_events.train`, and the files that it names: rows and a
+reward function that were passed as Python objects.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from relax_events.config import RunConfig, load_run_config
+from relax_events.config.loading import build_run_config
+from relax_events.config.session_changes import changes_between
+from relax_events.data.row_values import write_object
+from relax_events.errors import ConfigError
+from relax_events.launcher.run_file.reward_source import name_reward
+from relax_events.runtime.run_description import build_run_description
+from relax_events.secret_handling import write_private
+from relax_events.session.records import find_active
+from relax_events.session.resume import refuse_changes
+
+RUN_FILE, ROWS_FILE, DATASET_FILE, REWARD_FILE = (
+    "run.toml",
+    "rows.jsonl",
+    "rows.parquet",
+    "reward.py",
+)
+ORIGIN = "train"
+"""Stands for the run file in errors."""
+SCHEME = re.compile(r"[a-z_]+:")
+BARE_KEY = re.compile(r"[\w-]+", re.ASCII)
+Writer = Callable[[Path], object]
+Tree = dict[str, Any]
+
+
+def write_run_file(
+    settings: Mapping[str, Any], *, data: Any, reward: Any, accepts_changes: bool
+) -> Path:
+    """Write a run file into the folder of its run, and return its path.
+
+    A file of rows or of a reward that is there already stays: it must be the same.
+
+    Args:
+        settings: By dotted keys, or tables in tables.
+        data: A source as a run file names it, the path of a file or folder, rows, or a
+            `datasets.Dataset`; None leaves the source to the settings.
+        reward: As a run file names it, or a function; None likewise.
+        accepts_changes: Take also changes of an earlier run file that change what is trained.
+    Raises:
+        ConfigError: A key or value is not allowed, an object has no form in a file, or the run is
+            there with other rows, another reward or settings that it can't continue with.
+    """
+    tree = nest_settings(settings)
+    run = tree.setdefault("run", {})
+    run["directory"] = str(Path(run.get("directory", ".relax")).resolve())
+    folder = Path(run["directory"], "runs", str(run.get("id", "")))
+    files: dict[str, Writer] = {}
+    if data is not None:
+        nest_settings({"data.source": name_data(data, folder, files)}, tree)
+    if callable(reward):
+        function, text = name_reward(reward, folder / REWARD_FILE)
+        nest_settings({"reward.function": function}, tree)
+        if text:
+            files[REWARD_FILE] = partial(_write_text, text)
+    elif reward is not None:
+        nest_settings({"reward.function": reward}, tree)
+    text = format_toml(tree)
+    config = build_run_config(tree, ORIGIN)
+    path = folder / RUN_FILE
+    if (session := find_active(folder)) is not None:
+        raise ConfigError(
+            f"run {config.run.id} is running (pid {session.pid} on {session.host}); attach to "
+            f"{path}, or take another run_id"
+        )
+    if path.exists():
+        _refuse_other_settings(load_run_config(path), config, accepts_changes=accepts_changes)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, write in files.items():
+        _place(folder / name, write, run_id=config.run.id)
+    write_private(path, text.encode())
+    return path
+
+
+def nest_settings(settings: Mapping[str, Any], tree: Tree | None = None) -> Tree:
+    """Return settings by dotted keys as tables, or add them to some. None leaves a key out.
+
+    Raises:
+        ConfigError: A key has two values.
+    """
+    tree = {} if tree is None else tree
+    for key, value in settings.items():
+        *tables, last = key.split(".")
+        table = tree
+        for name in tables:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{ORIGIN}: {key}: {name} is a value, not a section")
+        _merge(table, {last: value}, key)
+    return tree
+
+
+def _merge(table: Tree, values: Mapping[str, Any], key: str) -> None:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and isinstance(table.setdefault(name, {}), dict):
+            _merge(table[name], value, key)
+        elif value is not None and name in table:
+            raise ConfigError(f"{ORIGIN}: {key} is set twice; set it once")
+        elif value is not None:
+            table[name] = str(value) if isinstance(value, Path) else value
+
+
+def name_data(data: Any, folder: Path, files: dict[str, Writer]) -> str:
+    """Return `data.source` of what was passed as data; add the writer of the file that holds it.
+
+    Raises:
+        ConfigError: It is none of the kinds.
+    """
+    if isinstance(data, str | Path):
+        return str(data) if SCHEME.match(str(data)) else name_source(Path(data))
+    if type(data).__module__.partition(".")[0] == "datasets":
+        if not hasattr(data, "to_parquet"):
+            raise ConfigError(
+                f"data is a {type(data).__name__}, which has no rows of its own; pass one split as "
+                "a datasets.Dataset"
+            )
+        files[DATASET_FILE] = data.to_parquet
+        return f"parquet:{folder / DATASET_FILE}"
+    if not isinstance(data, Iterable) or isinstance(data, Mapping):
+        raise ConfigError(
+            f"data must be rows, a datasets.Dataset, or the name of a source, got a "
+            f"{type(data).__name__}; pass a list of dicts"
+        )
+    files[ROWS_FILE] = partial(_write_rows, data)
+    return f"jsonl:{folder / ROWS_FILE}"
+
+
+def name_source(data: Path) -> str:
+    """Return `data.source` of a file or a folder.
+
+    Raises:
+        ConfigError: It does not exist, or is of another kind.
+    """
+    if not data.exists():
+        raise ConfigError(
+            f"data {data} does not exist; give a .jsonl or .parquet file or a folder; a dataset of "
+            "the Hugging Face hub is named hf:org/name:config:split"
+        )
+    if data.is_dir() or data.suffix == ".parquet":
+        return f"parquet:{data.resolve()}"
+    if not {".jsonl", ".ndjson"} & set(data.suffixes):
+        raise ConfigError(
+            f"data {data} is neither JSON lines (.jsonl, .jsonl.gz) nor Parquet (.parquet, a "
+            "folder); write it as one JSON object a line"
+        )
+    return f"jsonl:{data.resolve()}"
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text, "utf-8")
+
+
+def _write_rows(rows: Iterable[Any], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise ConfigError(
+                    f"data: row {number} must be a dict of columns, got a {type(row).__name__}"
+                )
+            file.write(write_object(dict(row), f"data: row {number}", takes_nan=False) + "\n")
+
+
+def _place(path: Path, write: Writer, *, run_id: str) -> None:
+    """Write a file that appears when it is whole; one that is there must have the same content."""
+    draft = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        write(draft)
+        if not path.exists():
+            draft.replace(path)
+        elif not filecmp.cmp(draft, path, shallow=False):
+            what = "reward function" if path.name == REWARD_FILE else "data"
+            raise ConfigError(
+                f"run {run_id} is there with another {what}, in {path}; take another run_id, or "
+                "attach to that run"
+            )
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _refuse_other_settings(old: RunConfig, new: RunConfig, *, accepts_changes: bool) -> None:
+    """Refuse changes of a run's settings by the rules that hold when it is resumed."""
+    trees = [json.loads(build_run_description(config).config) for config in (old, new)]
+    changes = changes_between(old, new, old_tree=trees[0], new_tree=trees[1])
+    refuse_changes(new.run.id, changes, is_accepted=accepts_changes)
+
+
+def format_toml(tree: Mapping[str, Any]) -> str:
+    """Return settings as TOML: a table a section, with inline tables in it.
+
+    Raises:
+        ConfigError: A value has no form in TOML; the text names its key.
+    """
+    values = [
+        f"{_format_key(key)} = {format_value(value, key)}"
+        for key, value in tree.items()
+        if not isinstance(value, Mapping)
+    ]
+    sections = [
+        "\n".join(
+            [
+                f"[{_format_key(name)}]",
+                *(
+                    f"{_format_key(key)} = {format_value(value, f'{name}.{key}')}"
+                    for key, value in section.items()
+                ),
+            ]
+        )
+        for name, section in tree.items()
+        if isinstance(section, Mapping)
+    ]
+    return "\n\n".join([*values, *sections]) + "\n"
+
+
+def format_value(value: Any, key: str) -> str:
+    """Return a value as TOML; errors as for `format_toml`."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return repr(float(value)) if math.isfinite(value) else str(float(value))
+    if isinstance(value, str | Path):
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(format_value(one, key) for one in value)}]"
+    if isinstance(value, Mapping):
+        pairs = (
+            f"{_format_key(name)} = {format_value(one, f'{key}.{name}')}"
+            for name, one in value.items()
+        )
+        return f"{{ {', '.join(pairs)} }}"
+    raise ConfigError(
+        f"{ORIGIN}: {key} is a {type(value).__name__}, which a run file can't hold; pass a number, "
+        "a text, a list or a dict"
+    )
+
+
+def _format_key(key: Any) -> str:
+    return key if BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
