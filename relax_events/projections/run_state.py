@@ -52,8 +52,9 @@ class RunState(RunPhase):
     steps and outcomes behind it may be applied before it. Memory is bounded: unless `keeps_all` is
     set, only the newest steps, evaluations and metrics are kept. `critic_metrics` holds the metrics
     of the critic's steps by train step; `metrics` holds the newest report of every other worker.
-    `steps` are kept without their lists of samples. `skipped_at` and `failing_since` say when an
-    update was skipped last, and since when prompt groups fail in a row, 0 where they don't.
+    `recent_outcomes` holds the newest ended prompt groups, oldest first. `steps` are kept without
+    their lists of samples. `skipped_at` and `failing_since` say when an update was skipped last,
+    and since when prompt groups fail in a row, 0 where they don't.
     """
 
     keeps_all: bool = False
@@ -63,7 +64,7 @@ class RunState(RunPhase):
     steps: list[TrainStepCommitted] = field(default_factory=list)
     evaluations: dict[tuple[int, str], PolicyEvaluated] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
-    recent_ended_ids: dict[str, None] = field(default_factory=dict)
+    recent_outcomes: dict[str, Outcome] = field(default_factory=dict)
     num_consecutive_failures: int = 0
     failing_since: int = 0
     last_failure: str = ""
@@ -131,10 +132,10 @@ class RunState(RunPhase):
                 del kept[key]
 
     def _apply_outcome(self, event: PromptGroupEnded) -> None:
-        if event.prompt_group_id in self.recent_ended_ids or is_external(event.prompt_group_id):
+        if event.prompt_group_id in self.recent_outcomes or is_external(event.prompt_group_id):
             return
-        self.recent_ended_ids[event.prompt_group_id] = None
-        self._bound(self.recent_ended_ids, limit=MAX_RECENT_IDS)
+        self.recent_outcomes[event.prompt_group_id] = event.outcome
+        self._bound(self.recent_outcomes, limit=MAX_RECENT_IDS)
         self.outcomes[event.outcome.value] += 1
         if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:
             self.num_consecutive_failures += 1

@@ -155,8 +155,8 @@ class RankStepResult:
 def _describe_rewards(
     results: Sequence[RankStepResult], outcomes: Sequence[SampleOutcome]
 ) -> dict[str, float]:
-    """Return mean and deviation of the samples that have a reward, and the number of samples by
-    outcome, as `samples_ended/OUTCOME`.
+    """Return mean and deviation of the samples that have a reward, the share of prompt groups that
+    teach nothing, and the number of samples by outcome, as `samples_ended/OUTCOME`.
     """
     rewards = [reward for result in results for reward in result.rewards if reward is not None] or [
         0.0
@@ -165,9 +165,24 @@ def _describe_rewards(
     return {
         "reward_mean": float(np.mean(rewards)),
         "reward_std": float(np.std(rewards)),
+        **compute_equal_ratio(results),
         **mean_components(one for result in results for one in result.components),
         **{f"samples_ended/{outcome}": float(counts[outcome]) for outcome in SampleOutcome},
     }
+
+
+def compute_equal_ratio(results: Sequence[RankStepResult]) -> dict[str, float]:
+    """Return `equal_reward_ratio`, the share of prompt groups whose rewards are all equal: their
+    advantages are 0. Empty where no prompt group has two rewards.
+    """
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for sample_id, reward in zip(result.sample_ids, result.rewards, strict=True):
+            if reward is not None:
+                rewards[sample_id.rpartition("/")[0]].append(reward)
+    groups = [values for values in rewards.values() if len(values) > 1]
+    num_equal = sum(min(values) == max(values) for values in groups)
+    return {"equal_reward_ratio": num_equal / len(groups)} if groups else {}
 
 
 def mean_components(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:

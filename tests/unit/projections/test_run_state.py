@@ -210,7 +210,7 @@ def test_run_state_does_not_grow_with_the_run() -> None:
     )
     assert state.steps[-1].train_step == 999
     assert max(len(state.steps), len(state.critic_metrics)) < 256
-    assert len(state.recent_ended_ids) < 40_000
+    assert len(state.recent_outcomes) < 40_000
     assert (len(whole.steps), whole.num_steps) == (1000, 1000)
 
 

@@ -121,6 +121,26 @@ def test_samples_without_a_reward_count_by_outcome_and_in_no_mean() -> None:
     assert share.outcomes == []
 
 
+def test_share_of_groups_with_equal_rewards_counts_groups_with_two_rewards_or_more() -> None:
+    def record(*groups: tuple[float | None, ...]) -> dict[str, float]:
+        share = RankStepResult(0)
+        share.add_micro_batch(
+            [
+                LocatedSample(
+                    ready(f"000003-{number:04d}-0", index, version=3, of=8, reward=reward), 0, 0
+                )
+                for number, rewards in enumerate(groups)
+                for index, reward in enumerate(rewards)
+            ],
+            trainer_version=3,
+        )
+        return StepRecord.merge([share]).metrics
+
+    assert record((1, 1), (0, 1), (0, 0), (0, 0.5))["equal_reward_ratio"] == 0.5
+    assert record((1, 1, None), (0, None))["equal_reward_ratio"] == 1.0
+    assert "equal_reward_ratio" not in record((1,), (0, None))
+
+
 def test_prompt_groups_that_are_too_large_are_counted(shares: list[RankStepResult]) -> None:
     assert StepRecord.merge(shares).metrics["prompt_groups_too_large"] == 0.0
     for share, count in zip(shares, (2, 1), strict=True):
