@@ -9,6 +9,7 @@ from relax_events.history.runs.listing import RunLister, read_run
 from relax_events.history.samples.detail import token_rows
 from relax_events.history.samples.reader import read_sample_events
 from relax_events.history.samples.view import SampleView
+from relax_events.projections.alarms import find_alarms
 from relax_events.projections.base import apply_events
 from relax_events.projections.health import HealthState
 from relax_events.projections.ledger import Ledger
@@ -19,7 +20,7 @@ from relax_events.projections.run_status import (
     decide_status,
     find_live_workers,
 )
-from relax_events.projections.run_view import RunView, WorkerTable
+from relax_events.projections.run_view import RunView, WorkerTable, read_alarm_settings
 from relax_events.projections.step_rates import StepCurves, compute_rates
 
 __all__ = [
@@ -39,8 +40,10 @@ __all__ = [
     "compute_rates",
     "compute_silence_limit",
     "decide_status",
+    "find_alarms",
     "find_live_workers",
     "load_run_config",
+    "read_alarm_settings",
     "read_ledger",
     "read_run",
     "read_sample_events",

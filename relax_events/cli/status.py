@@ -58,9 +58,11 @@ def status(
 
 def _print(view: RunView, *, with_workers: bool = True) -> None:
     from relax_events.cli.output import print_rows
+    from relax_events.printable import printable
     from relax_events.reports.terminal import format_progress
 
     reason = f": {view.reason}" if view.reason else ""
+    print(printable(view.verdict.line))
     print(f"run {view.run_id} {view.status}{reason}")
     if with_workers:
         print(format_progress(view))

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from relax_events.config import RunConfig
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
+from relax_events.projections.alarm_texts import AlarmSettings
 from relax_events.projections.run_state import RunState, max_sample_staleness
 from relax_events.projections.run_status import RunStatus, decide_status, is_overdue
 from relax_events.projections.step_rates import compute_rates
+from relax_events.projections.verdict import Verdict, decide_verdict
 
 SPARK_STEPS = 40
 ENGINE_METRIC = "decoding_samples"
@@ -55,6 +57,7 @@ class RunView:
 
     Attributes:
         reason: Why it ended; empty where it has not.
+        verdict: What it does, because of which number.
         lag: Records behind, by role and slot.
     """
 
@@ -78,6 +81,7 @@ class RunView:
     remaining_seconds: float | None
     outcomes: Mapping[str, int]
     phase_ratios: Mapping[str, float]
+    verdict: Verdict
     workers: Sequence[WorkerRow] = ()
     lag: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
@@ -138,9 +142,25 @@ class RunView:
             else max(config.num_train_steps - state.num_steps, 0) * rates.step_seconds,
             outcomes=dict(state.outcomes),
             phase_ratios=rates.phase_ratios,
+            verdict=decide_verdict(read_alarm_settings(config), state, now=now),
             workers=workers,
             lag=lag or {},
         )
+
+
+def read_alarm_settings(config: RunConfig) -> AlarmSettings:
+    """Return what the rules of the alarms need of a run's settings."""
+    return AlarmSettings(
+        roles=config.roles(),
+        workers=config.workers,
+        has_episodes=config.environment.has_episodes,
+        max_staleness=config.run.max_staleness,
+        prompts_per_step=config.run.prompts_per_step,
+        samples_per_prompt=config.run.samples_per_prompt,
+        max_new_tokens=config.engine.sampling.max_new_tokens,
+        entropy_coefficient=config.algorithm.entropy_coefficient,
+        micro_batch_tokens=config.trainer.max_tokens_per_micro_batch,
+    )
 
 
 class WorkerTable:

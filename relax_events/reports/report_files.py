@@ -4,6 +4,8 @@ The fields; an unknown or not finite value is None:
 
 run_id, succeeded, reason, num_steps: The run, whether it reached its goal of `num_steps` train
     steps, and why it ended.
+verdict: What the run did as of its last step, because of which number: `state`, `text`, `remedy`,
+    `runbook` and the `page` of the run that shows it; `name` and `values` for other languages.
 ended_at: When this invocation ended, ISO 8601, UTC.
 wall_seconds: How long this invocation took.
 total_seconds: How long all invocations took together; a killed invocation counts up to its last
@@ -76,7 +78,9 @@ from relax_events.config import RunConfig
 from relax_events.events.types import PolicyEvaluated, TrainStepCommitted
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState, max_sample_staleness
+from relax_events.projections.run_view import read_alarm_settings
 from relax_events.projections.step_rates import StepCurves, compute_rates
+from relax_events.projections.verdict import decide_verdict
 from relax_events.runtime.run_description import digest_config
 from relax_events.secret_handling import write_private
 from relax_events.session.broker_address import embedded_broker
@@ -131,6 +135,7 @@ def build_report(
         "run_id": config.run.id,
         "succeeded": succeeded,
         "reason": reason,
+        "verdict": asdict(decide_verdict(read_alarm_settings(config), state, now=ended_at)),
         "ended_at": datetime.fromtimestamp(ended_at / MICROS, UTC).isoformat(timespec="seconds"),
         "wall_seconds": wall_seconds,
         "total_seconds": wall_seconds if total_seconds is None else total_seconds,

@@ -17,6 +17,7 @@ from relax_events.plugins import REPORTS, load_installed
 from relax_events.projections.base import apply_events
 from relax_events.projections.ledger import Ledger
 from relax_events.projections.run_state import RunState
+from relax_events.projections.verdict import Verdict
 from relax_events.reports.report_files import build_report, write_report
 from relax_events.session.records import SESSIONS_FILE, parse_sessions, session_seconds
 from relax_events.topics.names import COMMANDS, EVALUATIONS, METRICS, POLICY_VERSIONS, TRAIN_STEPS
@@ -137,7 +138,7 @@ def find_report(folder: Path) -> Path:
 
 def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
     """Return the result of a run in one line: its rewards, or its loss where nothing is rewarded,
-    over all its steps and sessions.
+    over all its steps and sessions. A second line has the verdict on a run that is not well.
 
     Args:
         report: As in `report.json`.
@@ -154,4 +155,6 @@ def format_closing_line(report: Mapping[str, Any], folder: Path) -> str:
             f" ({report['steps_of_session']} steps in {report['wall_seconds']:.0f} s since it "
             "was resumed)"
         )
-    return f"{text}; report: {find_report(folder)}"
+    verdict = Verdict(**report["verdict"])
+    line = "" if verdict.is_good else f"\n{verdict.line}"
+    return f"{text}; report: {find_report(folder)}{line}"

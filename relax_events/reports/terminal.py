@@ -176,13 +176,17 @@ class LineOutput:
     def __init__(self, stream: TextIO, clock: Clock) -> None:
         self._stream, self._clock = stream, clock
         self._shown_at = clock()
-        self._shown_step = 0
+        self._shown_step, self._shown_verdict = 0, ""
 
     def show(self, view: RunView, *, is_last: bool) -> None:
-        """Print a line if one is due."""
+        """Print a line if one is due, and the verdict on the run when it becomes another."""
         if self._is_due(view, is_last=is_last):
             self._shown_at, self._shown_step = self._clock(), view.step
-            self.print_line(f"{datetime.now().astimezone():%H:%M:%S}  {format_progress(view)}")
+            time_of_day = f"{datetime.now().astimezone():%H:%M:%S}"
+            self.print_line(f"{time_of_day}  {format_progress(view)}")
+            if view.verdict.name != self._shown_verdict and not view.verdict.is_good:
+                self.print_line(f"{time_of_day}  {view.verdict.line}")
+            self._shown_verdict = view.verdict.name
 
     def _is_due(self, view: RunView, *, is_last: bool) -> bool:
         waited = self._clock() - self._shown_at

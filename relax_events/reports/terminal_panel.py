@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from relax_events.printable import printable
 from relax_events.projections.run_view import RunView, WorkerRow
 from relax_events.reports.terminal import format_clock, format_decimal, format_end
 from relax_events.topics import compute_slot
@@ -22,7 +23,7 @@ ASCII_BLOCKS = " .:-=+*#"
 PHASE_STYLES = ("bright_black", "cyan", "green", "yellow", "magenta", "blue")
 ASCII_PHASES = ".#=+*-"
 MIN_BAR, MAX_BAR = 12, 40
-FRAME_ROWS = 6
+FRAME_ROWS = 7
 TABLE_HEAD_ROWS = 3
 MIN_WORKER_ROWS, MAX_ENGINE_ROWS = 3, 8
 LAG_NAME_WIDTH, LAG_COLUMN_WIDTH = 16, 13
@@ -85,6 +86,7 @@ class ProgressPanel:
         )
         lines: list[RenderableType] = [
             head,
+            _format_verdict(view),
             Text.assemble(first, "  ", (spark, "cyan"), no_wrap=True),
             pace,
             format_outcomes(view),
@@ -185,6 +187,12 @@ def format_learning(view: RunView) -> Text:
         Text.assemble(f"{name} ", (format_decimal(value), styles.get(name, "")))
         for name, value in view.learning_metrics.items()
     )
+
+
+def _format_verdict(view: RunView) -> Text:
+    """Return what fits of the verdict in a row."""
+    style = "" if view.verdict.is_good else "bold yellow"
+    return Text(printable(view.verdict.line), style, no_wrap=True, overflow="ellipsis")
 
 
 def format_pace(view: RunView) -> Text:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from relax_events.projections.verdict import Verdict
 from relax_events.reports.run_report import format_closing_line
 from relax_events.session.records import RunSessions, Session, parse_sessions, session_seconds
 
@@ -55,7 +58,9 @@ def test_other_session_is_listed_only_while_its_process_lives(tmp_path: Path) ->
 
 
 def test_closing_line_reports_the_whole_run_and_the_resumed_session(tmp_path: Path) -> None:
-    report = {
+    verdict = Verdict.build("reward_rises", {"first": 0.1, "newest": 0.5, "count": 3})
+    report: dict[str, Any] = {
+        "verdict": asdict(verdict),
         "reward_first": 0.1,
         "curves": {"reward_mean": [0.1, 0.3, 0.5], "loss": [2.0, 1.5, 1.0]},
         "steps": 3,
@@ -72,3 +77,7 @@ def test_closing_line_reports_the_whole_run_and_the_resumed_session(tmp_path: Pa
         format_closing_line(alone, tmp_path)
         == f"loss 2.000 -> 1.000 in 3 steps, 61 s; report: {tmp_path}/report.html"
     )
+    stuck = Verdict.build("reward_flat", {"reward": 0.5, "count": 60}, runbook="RelaxRewardFlat")
+    lines = format_closing_line(alone | {"verdict": asdict(stuck)}, tmp_path).splitlines()
+    assert lines[1] == stuck.line
+    assert stuck.line.startswith("stuck: The mean reward is 0.5 and has not risen in 60 steps. ")

@@ -34,7 +34,6 @@ from relax_events.packages.dashboard.access import (
     PageAccess,
     cookie_name,
 )
-from relax_events.packages.dashboard.alarms import list_alarms
 from relax_events.packages.dashboard.answers import encode_json
 from relax_events.packages.dashboard.registry import OpenRun, RunRegistry, find_runbook
 from relax_events.packages.dashboard.sample_columns import SampleQuery
@@ -182,7 +181,7 @@ def _run_routes(registry: RunRegistry) -> APIRouter:
     def alarms(request: Request, run_id: str) -> Response:
         run = registry.open(run_id)
         return _shared(
-            request, run, lambda: {"alarms": list_alarms(run.reader, run.dead_letters.get())}
+            request, run, lambda: {"alarms": views.list_alarms(run.reader, run.dead_letters.get())}
         )
 
     @routes.get("/runs/{run_id}/overview")

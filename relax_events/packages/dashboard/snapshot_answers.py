@@ -15,7 +15,6 @@ from relax_events.api.events import now_micros
 from relax_events.api.log import RunLog
 from relax_events.api.runs import RunConfig
 from relax_events.packages.dashboard import details, views
-from relax_events.packages.dashboard.alarms import list_alarms
 from relax_events.packages.dashboard.registry import find_runbook
 from relax_events.packages.dashboard.run_reader import RunReader
 from relax_events.packages.dashboard.sample_columns import SampleQuery, SampleTable
@@ -56,7 +55,7 @@ def _collect(
 ) -> dict[str, Any]:
     table = reader.table
     dead_letters = _attempt(details.list_dead_letters, run_log, otherwise=[])
-    alarms = list_alarms(reader, dead_letters)
+    alarms = views.list_alarms(reader, dead_letters)
     rows, detailed = choose_rows(table, report["curves"]["train_step"])
     answers: dict[str, Any] = {
         "run_id": config.run.id,

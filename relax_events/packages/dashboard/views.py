@@ -16,7 +16,9 @@ from relax_events.api.runs import (
     WorkerTable,
     compute_silence_limit,
     decide_status,
+    find_alarms,
     find_live_workers,
+    read_alarm_settings,
 )
 from relax_events.packages.dashboard.run_fold import Report, RunFold
 from relax_events.packages.dashboard.run_reader import RunReader
@@ -30,7 +32,6 @@ from relax_events.packages.dashboard.sample_columns import (
 )
 
 MAX_POINTS = 1500
-RECENT_STEPS = 20
 MICROS = 1e6
 IDLE_CAUSES = {
     "prompter": "next_version",
@@ -145,10 +146,26 @@ def group_curves(table: SampleTable) -> dict[str, Any]:
     }
 
 
-def recent_share(curve: Sequence[float | None]) -> float | None:
-    """Return the mean of a curve's newest values."""
-    recent = [value for value in curve[-RECENT_STEPS:] if value is not None]
-    return sum(recent) / len(recent) if recent else None
+def list_alarms(reader: RunReader, dead_letters: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the alarms of a run that is read, the severe ones first; `since` in milliseconds.
+
+    Args:
+        reader: Of the run.
+        dead_letters: Of the run.
+    """
+    unresolved = [letter for letter in dead_letters if not letter["resolution"]]
+    with reader.lock:
+        fold = reader.fold
+        alarms = find_alarms(
+            read_alarm_settings(fold.config),
+            fold,
+            now=reader.status.known_now(now_micros()),
+            interventions=fold.health.interventions,
+            num_dead_letters=len(unresolved),
+            oldest_dead_letter_at=min((letter["written_at"] for letter in unresolved), default=0)
+            * 1000,
+        )
+    return [asdict(alarm) | {"since": alarm.since // 1000} for alarm in alarms]
 
 
 def build_fleet(reader: RunReader) -> dict[str, Any]:

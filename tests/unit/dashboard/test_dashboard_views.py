@@ -12,7 +12,6 @@ from run_events import make_heartbeat, run_config, train_step
 from relax_events.errors import ConfigError
 from relax_events.events.parts import Command, Outcome
 from relax_events.events.types import MetricsReported, RunCommanded
-from relax_events.packages.dashboard.alarms import find_alarms
 from relax_events.packages.dashboard.app import parse_query
 from relax_events.packages.dashboard.details import rounds
 from relax_events.packages.dashboard.run_fold import RunFold
@@ -20,7 +19,9 @@ from relax_events.packages.dashboard.run_reader import ReaderStatus
 from relax_events.packages.dashboard.sample_columns import NewSample, SampleTable, encode_group
 from relax_events.packages.dashboard.score_join import read_source
 from relax_events.packages.dashboard.views import group_curves, thin
+from relax_events.projections.alarms import find_alarms
 from relax_events.projections.run_status import decide_status
+from relax_events.projections.run_view import read_alarm_settings
 
 
 def make_fold(*, steps: int = 0, seconds: float = 1.0) -> RunFold:
@@ -31,10 +32,15 @@ def make_fold(*, steps: int = 0, seconds: float = 1.0) -> RunFold:
     return fold
 
 
-def names(fold: RunFold, *, at_seconds: float, **found: float) -> dict[str, str]:
+def names(fold: RunFold, *, at_seconds: float, num_dead_letters: int = 0) -> dict[str, str]:
     """Return the alarms at a time, with their severity."""
-    alarms = find_alarms(fold, now=int(at_seconds * 1e6), **found)  # type: ignore[arg-type]
-    return {alarm["name"]: alarm["severity"] for alarm in alarms}
+    alarms = find_alarms(
+        read_alarm_settings(fold.config),
+        fold,
+        now=int(at_seconds * 1e6),
+        num_dead_letters=num_dead_letters,
+    )
+    return {alarm.name: alarm.severity for alarm in alarms}
 
 
 def test_curves_have_a_value_a_step() -> None:
@@ -131,16 +137,26 @@ def test_silent_worker_and_its_role_are_named() -> None:
 def test_failed_groups_dead_letters_and_collapse_are_named() -> None:
     fold = make_fold()
     for step in range(60):
-        fold.apply(train_step(step, at_seconds=1000 + step, reward_mean=0.9 - 0.015 * step))
+        ended_so = {"samples_ended/finished": 1.0, "samples_ended/truncated": 1.0}
+        reward = 0.9 - 0.015 * step
+        fold.apply(
+            train_step(
+                step,
+                at_seconds=1000 + step,
+                reward_mean=reward,
+                equal_reward_ratio=0.75,
+                **ended_so,
+            )
+        )
     fold.apply(replace(ended("000060-0000-0", Outcome.FAILED), reason="no engine"))
-    found = names(fold, at_seconds=1061, num_dead_letters=2, truncated=0.5, signalless=0.75)
-    assert found == {
+    assert names(fold, at_seconds=1061, num_dead_letters=2) == {
         "groups_failing": "critical",
         "reward_collapsed": "critical",
-        "trainer_starved": "warning",
-        "dead_letters": "warning",
         "truncated": "warning",
         "no_signal": "warning",
+        "dead_letters": "warning",
+        "trainer_starved": "info",
+        "reward_flat": "info",
     }
 
 
@@ -151,15 +167,15 @@ def test_many_lost_refused_and_late_samples_are_named() -> None:
             metrics = {f"samples_ended/{name}": count for name, count in counts.items()}
             fold.apply(train_step(step, at_seconds=1000 + step, **metrics))
         return {
-            alarm["name"]: (alarm["severity"], alarm["runbook"])
-            for alarm in find_alarms(fold, now=1_031_000_000)
-            if alarm["name"].startswith("samples_")
+            alarm.name: (alarm.severity, alarm.runbook)
+            for alarm in find_alarms(read_alarm_settings(fold.config), fold, now=1_031_000_000)
+            if alarm.name.startswith("samples_")
         }
 
     assert find(finished=90, truncated=0, lost=5, refused=0, late=5) == {}
     assert find(finished=70, truncated=0, lost=8, refused=8, late=14) == {
         "samples_lost": ("warning", "RelaxSamplesLostOrLate"),
-        "samples_refused": ("warning", ""),
+        "samples_refused": ("warning", "RelaxSamplesRefused"),
         "samples_late": ("warning", "RelaxSamplesLostOrLate"),
     }
     assert find() == {}
@@ -171,7 +187,7 @@ def test_ended_run_has_only_the_alarm_of_its_failure(
 ) -> None:
     fold = make_fold(steps=5)
     fold.apply(RunCommanded(command=Command.STOP, reason="over", succeeded=succeeded))
-    assert names(fold, at_seconds=9000, truncated=1.0) == found
+    assert names(fold, at_seconds=9000) == found
 
 
 @pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (1500, 1500), (100_000, 1493)])

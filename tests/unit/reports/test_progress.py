@@ -382,6 +382,8 @@ def test_progress_lines_appear_for_the_first_and_last_step_and_rarely_between() 
             if stream.tell() > before:
                 shown_at.append(index + 1)
     lines = stream.getvalue().splitlines()
+    verdict = lines.pop(3)  # said once, when it holds
+    assert re.match(r"\d\d:\d\d:\d\d  slow: The trainer waits for samples 75% ", verdict)
     assert shown_at == [1, 11, 21]  # five seconds, or a tenth of the run
     rates = r"tokens/s \d+  \S+ s a step  ETA \d:\d\d:\d\d \(.*\d\d:\d\d\)"
     learned = "reward 0.5  loss 0.25  kl 0.003  staleness 0.5 max 1"

@@ -2,19 +2,10 @@
 
 import { get, of } from "../api.js";
 import { h } from "../dom.js";
-import { duration, number, percent, time, zone } from "../format.js";
+import { duration, time, zone } from "../format.js";
 import { address } from "../state.js";
-import { t } from "../strings.js";
-
-function readable(values) {
-  const found = {};
-  for (const [name, value] of Object.entries(values)) {
-    if (name === "ratio") found[name] = percent(value);
-    else if (name === "seconds" || name === "interval") found[name] = duration(value);
-    else found[name] = typeof value === "number" ? number(value) : value;
-  }
-  return found;
-}
+import { has, t } from "../strings.js";
+import { readable } from "../verdict.js";
 
 export async function draw({ run, query }) {
   if (query.runbook) {
@@ -26,7 +17,8 @@ export async function draw({ run, query }) {
     h(
       "div",
       { class: `alarm ${alarm.severity}` },
-      h("p", {}, h("span", { class: `badge ${alarm.severity === "critical" ? "bad" : "warn"}` }, t(alarm.severity)), " ", h("b", {}, t(`alarm_${alarm.name}`, readable(alarm.values)))),
+      h("p", {}, h("span", { class: `badge ${alarm.severity === "critical" ? "bad" : alarm.severity === "info" ? "quiet" : "warn"}` }, t(alarm.severity)), " ", h("b", {}, t(`alarm_${alarm.name}`, readable(alarm.values)))),
+      has(`remedy_${alarm.name}`) && h("p", {}, t(`remedy_${alarm.name}`, readable(alarm.values))),
       alarm.since > 0 && h("p", {}, t("since", { time: time(alarm.since), duration: duration((Date.now() - alarm.since) / 1000) })),
       alarm.runbook && h("p", {}, h("a", { href: address({ runbook: alarm.runbook }) }, `${t("runbook")}: ${alarm.runbook}`)),
     ),

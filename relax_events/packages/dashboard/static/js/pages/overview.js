@@ -5,6 +5,7 @@ import { h } from "../dom.js";
 import { plot } from "../plot.js";
 import { go } from "../state.js";
 import { t } from "../strings.js";
+import { drawVerdict } from "../verdict.js";
 
 const CURVES = [
   ["reward_mean", "reward"],
@@ -48,7 +49,7 @@ function passes(rows) {
   return ks.map((k, at) => ({ label: `pass@${k}`, values: rows.map((one) => one.pass_at_k[k] ?? null), points: true, colour: at + 1 }));
 }
 
-export async function draw({ run, query, runs }) {
+export async function draw({ run, query, runs, summary }) {
   const others = (query.compare || "").split(",").filter((name) => name && name !== run).slice(0, 3);
   const found = await Promise.all([run, ...others].map(async (name) => [name, await of(name, "overview")]));
   const mine = found[0][1];
@@ -88,6 +89,7 @@ export async function draw({ run, query, runs }) {
     h("label", {}, t("compare_with"), h("select", { "data-focus": "compare", onchange: (event) => go({ compare: event.target.value }, { keep: true }) }, h("option", { value: "" }, t("none")), runs.filter((one) => one.run_id !== run).map((one) => h("option", { value: one.run_id, selected: others.includes(one.run_id) }, one.run_id)))),
   );
   return [
+    summary?.verdict && drawVerdict(summary.verdict),
     compare,
     h("div", { class: "grid" }, [curve(...CURVES[0]), groups("signalless", "signalless"), groups("truncated", "truncation"), ...CURVES.slice(1).map((one) => curve(...one)), stale, ...evaluations].filter(Boolean)),
     spreads.length > 0 && [h("h2", {}, t("reward_by_component")), h("div", { class: "grid" }, spreads)],

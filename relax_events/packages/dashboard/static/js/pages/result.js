@@ -5,6 +5,7 @@ import { duration, number, percent } from "../format.js";
 import { snapshot } from "../snapshot.js";
 import { facts, table } from "../table.js";
 import { t } from "../strings.js";
+import { drawVerdict } from "../verdict.js";
 
 function pair(first, last) {
   return first === null || first === undefined ? null : `${number(first)} → ${number(last)}`;
@@ -20,6 +21,7 @@ export async function draw() {
   const total = phases.reduce((sum, [, seconds]) => sum + seconds, 0);
   const problems = report.ledger_problems;
   return [
+    drawVerdict(report.verdict),
     h("div", { class: report.succeeded ? "banner good" : "banner bad", id: "verdict" }, `${t(report.succeeded ? "goal_reached" : "goal_missed")}: ${report.reason}`),
     problems.length > 0 ? h("div", { class: "banner bad" }, t("promises_broken"), h("ul", {}, problems.map((one) => h("li", {}, one)))) : h("p", { id: "ledger" }, t("ledger_balances")),
     facts([
