@@ -9,10 +9,11 @@ counts the tokens that each has got since the beginning.
 from __future__ import annotations
 
 import heapq
-import threading
+import queue
 import time
 from collections import deque
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -73,7 +74,7 @@ class TimedEngine:
         self._done = 0.0
         self._at = time.monotonic()
         self._asleep = False
-        self._interrupted = threading.Event()
+        self._interruptions: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._kept_cache: set[str] = set()
 
     @property
@@ -137,15 +138,18 @@ class TimedEngine:
             now = time.monotonic()
             if self._finished or not self.num_running or self._asleep or now >= deadline:
                 break
-            if self._interrupted.wait(min(deadline - now, max(self._next_end() - now, 0.0))):
+            with suppress(queue.Empty):
+                self._interruptions.get(timeout=min(deadline, max(self._next_end(), now)) - now)
                 break
-        self._interrupted.clear()
+        with suppress(queue.Empty):
+            while True:
+                self._interruptions.get_nowait()
         finished, self._finished = self._finished, []
         return finished
 
     def interrupt(self) -> None:
         """Let a `poll` that waits return at once."""
-        self._interrupted.set()
+        self._interruptions.put(None)
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         """Abort samples and return them with their tokens so far."""

@@ -5,6 +5,7 @@ machine is.
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.engines.transformers.engine import TransformersEngine
 
-HELD_POLL_SECONDS = 0.05
+HELD_POLL_SECONDS, LOOK_SECONDS = 0.05, 0.002
 
 
 class Gate:
@@ -41,8 +42,10 @@ class Gate:
                 return poll(engine, timeout_seconds=0.0)
             self._engine = engine
             self.reached.set()
-            engine._interrupted.wait(min(timeout_seconds, HELD_POLL_SECONDS))
-            engine._interrupted.clear()
+            end = time.monotonic() + min(timeout_seconds, HELD_POLL_SECONDS)
+            while not engine._is_interrupted and time.monotonic() < end:
+                time.sleep(LOOK_SECONDS)
+            engine._is_interrupted = False
             return []
 
         monkeypatch.setattr(TransformersEngine, "poll", held_poll)

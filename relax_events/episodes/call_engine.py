@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -50,7 +49,7 @@ class CallEngine(ABC):
         self._calls: dict[str, EngineCall] = {}
         self._finished: list[GeneratedSample] = []
         self._inbox: queue.SimpleQueue[EngineCall | None] = queue.SimpleQueue()
-        self._interrupted = threading.Event()
+        self._is_interrupted = False
 
     @property
     @abstractmethod
@@ -89,19 +88,19 @@ class CallEngine(ABC):
         not finish its sample.
         """
         self._take()
-        if not self._finished and not self._interrupted.is_set():
+        if not self._finished and not self._is_interrupted:
             if self._engine.num_running:
                 for turn in self._engine.poll(timeout_seconds=timeout_seconds):
                     self._answer(turn)
             elif self._is_waiting:
                 self._take(timeout_seconds=timeout_seconds)
-        self._interrupted.clear()
+        self._is_interrupted = False
         finished, self._finished = self._finished, []
         return finished
 
     def interrupt(self) -> None:
         """Make a waiting poll return, from any thread."""
-        self._interrupted.set()
+        self._is_interrupted = True
         self._put(None)
 
     def load_weights(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,11 +19,15 @@ class Drain:
 
     The first SIGTERM or SIGINT starts the drain; a second one ends the process at once. This loses
     no records either: uncommitted records are delivered again.
+
+    A signal is handled between two instructions of the main thread, so neither this object nor a
+    listener may take a lock that the main thread takes, such as that of a `threading.Event`.
     """
 
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
-        self._event = threading.Event()
+        self._is_requested = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.signal: int | None = None
         """The signal that started it, if any."""
         self.exit_note = ""
@@ -46,16 +50,17 @@ class Drain:
 
     def start(self) -> None:
         """Start the drain."""
-        if not self._event.is_set():
+        if not self._is_requested:
             self._started = time.monotonic()
-            self._event.set()
+            self._is_requested = True
+            self._wakes.put(None)
             for listener in self._listeners:
                 listener()
 
     @property
     def requested(self) -> bool:
         """Whether the drain has started."""
-        return self._event.is_set()
+        return self._is_requested
 
     @property
     def elapsed_ratio(self) -> float:
@@ -69,7 +74,9 @@ class Drain:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for the start of the drain; return whether it has started."""
-        return self._event.wait(timeout_seconds)
+        with suppress(queue.Empty):
+            self._wakes.put(self._wakes.get(timeout=timeout_seconds))  # which wakes the next waiter
+        return self._is_requested
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None:

@@ -6,9 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
+from engine_requests import make_engine
+from instants import interrupt_everywhere
 
+from relax_events.engines.protocol import Engine
+from relax_events.episodes.call_engine import CallEngine
 from relax_events.runtime.drain import Drain
 
 
@@ -46,8 +51,35 @@ def test_drain_wakes_another_thread() -> None:
     assert not waiter.is_alive()
 
 
+def test_signal_at_any_instant_of_a_wait_starts_the_drain() -> None:
+    drains: list[Drain] = []
+
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        drain = Drain(seconds=30)
+        drains.append(drain)
+        return lambda: drain.wait(0.001), lambda: drain._on_signal(signal.SIGTERM, None)
+
+    assert interrupt_everywhere(prepare) > 5
+    assert all(drain.requested and drain.wait(60) for drain in drains[:-1])
+
+
+class Idle(CallEngine):
+    """No call is on its way."""
+
+    _is_waiting = False
+
+
+@pytest.mark.parametrize("make", [make_engine, lambda: Idle(make_engine())], ids=["own", "called"])
+def test_signal_at_any_instant_of_a_poll_interrupts_the_engine(make: Callable[[], Engine]) -> None:
+    engine = make()
+    assert (
+        interrupt_everywhere(lambda: (lambda: engine.poll(timeout_seconds=0.0), engine.interrupt))
+        > 5
+    )
+
+
 DRAINING = """
-import signal, sys
+import signal, sys, time
 from relax_events.runtime.drain import Drain
 drain = Drain(seconds=30)
 drain.listen_to_signals()
@@ -58,7 +90,7 @@ while not drain.wait(1.0):
 print("draining", flush=True)
 if sys.argv[1] == "hang":
     while True:
-        signal.pause()
+        time.sleep(0.1)  # a signal just before an endless wait would be met after it
 """
 
 
@@ -80,9 +112,9 @@ def test_first_signal_drains_and_second_one_ends_at_once(manner: str, number: in
         assert process.stdout.readline() == "draining\n"
         if manner == "hang":
             process.send_signal(number)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=100)
         assert process.returncode == (128 + number if manner == "hang" else 0)
         assert errors == ("\nthe broker keeps running\n" if manner == "hang" else "")
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=100)

@@ -4,6 +4,7 @@ implies.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -53,16 +54,16 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def wait(self, seconds: float) -> bool:
-        self.now += seconds
-        return False
+    def get(self, *, timeout: float) -> None:
+        self.now += timeout
+        raise queue.Empty
 
-    def clear(self) -> None:
-        pass
+    def get_nowait(self) -> None:
+        raise queue.Empty
 
 
 def timed_by(clock: Clock, engine: TimedEngine) -> TimedEngine:
-    engine._interrupted = clock  # type: ignore[assignment]  # an event that is never set
+    engine._interruptions = clock  # type: ignore[assignment]  # to which nothing is put
     return engine
 
 

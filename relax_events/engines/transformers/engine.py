@@ -22,7 +22,6 @@ depend on nothing else.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -101,7 +100,7 @@ class TransformersEngine:
         """Tokens sampled so far."""
         self._num_prefilled = self._num_cached = self._num_recomputed = 0
         self._asleep = False
-        self._interrupted = threading.Event()
+        self._is_interrupted = False
 
     @property
     def num_running(self) -> int:
@@ -158,15 +157,15 @@ class TransformersEngine:
         deadline = time.monotonic() + timeout_seconds
         while not self._finished and self.num_running and not self._asleep:
             self._step()
-            if time.monotonic() >= deadline or self._interrupted.is_set():
+            if time.monotonic() >= deadline or self._is_interrupted:
                 break
-        self._interrupted.clear()
+        self._is_interrupted = False
         finished, self._finished = self._finished, []
         return finished
 
     def interrupt(self) -> None:
         """Make a decoding poll return after its current step."""
-        self._interrupted.set()
+        self._is_interrupted = True
 
     def abort(self, sample_ids: Collection[str] | None = None) -> list[GeneratedSample]:
         """Remove the named samples, or all of them without `sample_ids`, and return them with their

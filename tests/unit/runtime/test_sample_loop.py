@@ -86,7 +86,7 @@ class Stage:
         """Let the loop take so many turns, and return what it did."""
         self.did.clear()
         self.num_ticks = num_turns
-        self.drain._event.clear()
+        self.drain._is_requested = False
         self.loop.run()
         return list(self.did)
 
