@@ -23,7 +23,7 @@ from relax_events.confinement.requests import Request, Result
 POINT = EntryPoint("test", (Door.REPLY,), Profile.TRUSTED, "tests.component.pool_child")
 MEMORY_BYTES = 4 * 1024**3
 LONG_SECONDS = 250.0
-SHORT_SECONDS = 0.5
+SHORT_SECONDS, BLOCKED_SECONDS = 0.5, 2.0
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_late_request_costs_itself_and_those_behind_it_are_repeated(pools: list[
     pool = open_pool(pools)
     first = pid(ask(pool, "echo", text="").result())
     late = ask(pool, "wait", seconds=SHORT_SECONDS)
-    behind = [ask(pool, "echo", text=str(number), seconds=30.0) for number in range(3)]
+    behind = [ask(pool, "echo", text=str(number), seconds=LONG_SECONDS) for number in range(3)]
     error = lost(late)
     assert (error.kind, error.describe("the.key")) == ("late", "took longer than 0.5 s (the.key)")
     replies = [future.result() for future in behind]
@@ -155,7 +155,7 @@ def test_request_that_its_child_names_as_blocking_is_the_only_suspect(
     pool = open_pool(pools, keeps_state=True, setup={"concurrent": True})
     held = ask(pool, "hold", unless=str(tmp_path / "never"))
     ask(pool, "echo", text="").result()  # it was sent after the other one
-    blocking = ask(pool, "block", numbers=numbers, ticks=ticks, seconds=SHORT_SECONDS)
+    blocking = ask(pool, "block", numbers=numbers, ticks=ticks, seconds=BLOCKED_SECONDS)
     assert lost(blocking).kind == "late"
     assert lost(held).kind == kind
 
@@ -224,7 +224,8 @@ def test_child_that_asks_for_it_is_replaced(pools: list[ChildPool]) -> None:
 def test_child_that_can_not_be_loaded_fails_all_that_wait_for_it(
     pools: list[ChildPool], setup: dict[str, Any], kind: str, text: str
 ) -> None:
-    pool = open_pool(pools, setup=setup, start_seconds=5.0)
+    start_seconds = 5.0 if "hang" in setup else LONG_SECONDS
+    pool = open_pool(pools, setup=setup, start_seconds=start_seconds)
     waiting = ask(pool, "echo", text="")
     with pytest.raises(ChildLost):
         pool.start()

@@ -237,7 +237,7 @@ def test_failed_worker_exits_at_once_with_its_error_as_the_last_log_line(
 
 def test_worker_terminated_during_startup_releases_its_resources() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=200, check=False
     )
     assert (ended.returncode, ended.stdout) == (143, "gave back\n")
 
@@ -276,7 +276,7 @@ def test_interrupt_while_the_command_is_imported_ends_it_quietly(module: str) ->
         [sys.executable, "-c", INTERRUPTED, module],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, f"importing {module}\n", "")
@@ -322,7 +322,7 @@ def test_run_file_that_is_missing_is_a_usage_error(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=200,
         check=False,
     )
     assert (asked.returncode, asked.stdout) == (2, "")
@@ -341,7 +341,7 @@ def test_command_exits_silently_when_its_output_pipe_is_closed(arguments: list[s
         stderr=subprocess.PIPE,
     ) as process:
         os.close(write_end)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     assert (process.returncode, errors) == (141, b"")
 
 

@@ -68,7 +68,7 @@ def test_start_gives_the_last_log_lines_when_the_broker_dies(
         BrokerError,
         match=r"ended by itself; the last lines of .*broker.log:\n  log.dirs is owned by another user",
     ):
-        broker.start(timeout_seconds=20)
+        broker.start(timeout_seconds=60)
     assert not broker.is_running
     assert remembered(tmp_path / "node")["pid"] is None
 
@@ -78,7 +78,7 @@ def test_start_reports_disk_full_when_it_caused_the_broker_to_die(
 ) -> None:
     java("echo 'java.io.IOException: No space left on device'; exit 1")
     with pytest.raises(EnvironmentProblem, match=r"the disk under .*node is full"):
-        EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
+        EmbeddedBroker(tmp_path / "node").start(timeout_seconds=60)
 
 
 def test_start_leaves_no_process_when_it_takes_too_long(
@@ -152,7 +152,7 @@ def test_start_keeps_the_port_of_the_last_start(
     ports = []
     for _ in range(2):
         with pytest.raises(BrokerError):
-            EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
+            EmbeddedBroker(tmp_path / "node").start(timeout_seconds=60)
         ports.append(
             (
                 remembered(tmp_path / "node")["port"],
@@ -175,7 +175,7 @@ def test_start_takes_another_port_when_the_last_one_is_taken(
         state = {"port": taken, "controller_port": 20002, "kafka_version": "9.9.9"}
         (tmp_path / "node" / "broker.json").write_text(json.dumps(state))
         with pytest.raises(BrokerError, match="ended by itself"):
-            EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
+            EmbeddedBroker(tmp_path / "node").start(timeout_seconds=60)
         assert remembered(tmp_path / "node")["port"] != taken
         (tmp_path / "node" / "broker.json").write_text(json.dumps(state))
         with pytest.raises(EnvironmentProblem, match=f"port {taken} on 127.0.0.1 is taken"):
@@ -188,7 +188,7 @@ def test_broker_that_is_killed_during_its_start_says_so(
     java("echo loading; kill -KILL $$")
     broker = EmbeddedBroker(tmp_path / "node")
     with pytest.raises(BrokerError, match=r"was killed \(SIGKILL\); see .*broker.log"):
-        broker.start(timeout_seconds=20)
+        broker.start(timeout_seconds=60)
     assert broker.exit_code == -signal.SIGKILL
 
 
@@ -261,7 +261,7 @@ def test_start_deletes_incomplete_archive_of_a_broker_not_stopped_cleanly(
     }
     (tmp_path / "node" / "broker.json").write_text(json.dumps(state))
     with pytest.raises(BrokerError):
-        EmbeddedBroker(tmp_path / "node").start(timeout_seconds=20)
+        EmbeddedBroker(tmp_path / "node").start(timeout_seconds=60)
     assert not draft.exists()
 
 

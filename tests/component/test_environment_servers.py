@@ -237,7 +237,7 @@ def test_openenv_mistake_of_the_policy_is_answered_and_a_failing_server_fails_th
 ) -> None:
     server = EchoServer()
     options = {"text_field": "text", "actions": "json"}
-    settings = {"interface": "openenv", "options": options, "timeout_seconds": 1.0}
+    settings = {"interface": "openenv", "options": options, "timeout_seconds": SECONDS}
     with server.running() as address, pool_of(tmp_path, address=address, **settings) as pool:
         session = session_of(pool)
         result_of(session.open())
@@ -253,11 +253,11 @@ def test_openenv_session_that_is_late_ends_alone_and_is_known_once_it_runs_alone
     tmp_path: Path,
 ) -> None:
     server = EchoServer()
-    text = r"took longer than 1 s \(environment.timeout_seconds\)"
+    text = r"took longer than 3 s \(environment.timeout_seconds\)"
     settings = {"interface": "openenv", "options": {"text_field": "text", "actions": "json"}}
     with (
         server.running() as address,
-        pool_of(tmp_path, address=address, timeout_seconds=1.0, **settings) as pool,
+        pool_of(tmp_path, address=address, timeout_seconds=3.0, **settings) as pool,
     ):
         session, neighbour = session_of(pool), session_of(pool, "g0/1")
         result_of(session.open())

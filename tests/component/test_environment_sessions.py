@@ -43,7 +43,7 @@ class Talk:
         environment = {
             "interface": interface,
             "function": f"{ENVIRONMENTS}:{name}",
-            "timeout_seconds": 20.0,
+            "timeout_seconds": 100.0,
             **settings,
         }
         tree = image_run(folder).model_dump(mode="json", exclude_unset=True) | {
@@ -183,7 +183,7 @@ def test_skyrl_gym_environment_writes_the_prompt_and_several_messages_a_turn(
 @pytest.mark.parametrize("how", ["raises", "dies", "dies slowly", "hangs", "hangs at first"])
 def test_episode_is_begun_again_when_its_environment_fails(tmp_path: Path, how: str) -> None:
     options = {"folder": str(tmp_path), "how": how}
-    deadlines = {"timeout_seconds": 1.0, "start_seconds": 1.0}
+    deadlines = {"timeout_seconds": 4.0, "start_seconds": 4.0}
     with conversation(tmp_path, "gymnasium", "Failing", options=options, **deadlines) as one:
         ended = one.finish(one.request())
         assert all(sample.finish_reason is FinishReason.STOP for sample in ended.values())
@@ -302,7 +302,7 @@ def test_aborted_sample_closes_its_session_and_begins_again_from_its_first_turn(
         assert not any(len(sample.tokens) for sample in aborted)
         ended = one.finish(request)
         assert all(sample.environment_rewards == (0.25, 0.5, 0.75) for sample in ended.values())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while sum(one.pool._num_sessions):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -96,7 +96,7 @@ class Talk:
         config = media_run(folder, path) if reads_audio else image_run(folder)
         environment = {
             "function": function if function == "zoom" else f"{ENVIRONMENTS}:{function}",
-            "timeout_seconds": 5.0,
+            "timeout_seconds": 100.0,
             **settings,
         }
         tree = config.model_dump(mode="json", exclude_unset=True) | {

@@ -26,7 +26,7 @@ TOKEN = "a-token"
 def post(url: str, path: str, body: dict[str, Any], *, key: str = TOKEN) -> tuple[int, Any]:
     """Call a gateway."""
     address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=100)
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     connection.request("POST", path, json.dumps(body), headers)
     reply = connection.getresponse()
@@ -125,15 +125,15 @@ def test_sessions_are_for_harnesses_with_the_token_alone(tmp_path: Path) -> None
 
 
 def test_a_harness_that_hangs_up_while_it_waits_takes_nothing(tmp_path: Path) -> None:
-    with offering(tmp_path, attempts=1, start_seconds=20.0) as engine:
+    with offering(tmp_path, attempts=1, start_seconds=100.0) as engine:
         address = urlsplit(engine._driver.url)
-        leaving = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        leaving = http.client.HTTPConnection(address.hostname or "", address.port, timeout=100)
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         leaving.request("POST", "/sessions", "{}", headers)
         assert post(engine._driver.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
         leaving.close()
         assert engine._driver.offers is not None
-        deadline = Deadline(30.0)
+        deadline = Deadline(60.0)
         while engine._driver.offers._changed._waiters:  # until the gateway has seen that it left
             assert not deadline.passed
             time.sleep(0.01)
@@ -153,14 +153,14 @@ def test_a_failed_or_late_harness_has_its_episode_begun_again(tmp_path: Path) ->
         say(first, first["task"]["messages"])
         assert post(url, "/sessions/finish", {"error": "disk full"}, key=first["key"])[0] == 200
         _, second = post(url, "/sessions", {})  # and is gone: its deadline passes
-        status, third = post(url, "/sessions", {"wait_seconds": 30})
+        status, third = post(url, "/sessions", {"wait_seconds": 60})
         assert status == 200, third
         assert len({session["key"] for session in (first, second, third)}) == 3
         assert {session["sample_id"] for session in (first, second, third)} == {first["sample_id"]}
         say(third, third["task"]["messages"])
         assert post(url, "/sessions/finish", {"reward": 1}, key=third["key"])[0] == 200
 
-    with offering(tmp_path, attempts=3, start_seconds=1.0) as engine:
+    with offering(tmp_path, attempts=3, start_seconds=5.0) as engine:
         (sample,) = drive(engine, work)
     assert sample.error == ""
     assert sample.environment_rewards == (1.0,)

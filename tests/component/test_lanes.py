@@ -397,7 +397,7 @@ def test_worker_ends_with_an_error_when_the_share_group_stays_full(
         max_leases=2,
         on_lease=lambda lease: None,
     )
-    assert reported.wait(10)
+    assert reported.wait(60)
     with pytest.raises(
         BrokerRefused,
         match=r"relax.r.rollout has no room for the first 2 share consumers of this worker.*lower engine.max_prompt_groups",

@@ -49,7 +49,7 @@ from relax_events.errors import (
 from relax_events.events.parts import FinishReason, VersionSegment
 from relax_events.telemetry.component_metrics import ReplicaMetrics
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=2, max_size=9, unique=True)
 SECONDS = 20.0
 OpenRouter = Callable[..., tuple[Router, list[Site]]]

@@ -17,7 +17,7 @@ from escapes import programs_left
 
 from relax_events.sandbox import Isolation, Limits, Sandbox, Verdict
 
-LEFT = "987655"
+LEFT = f"98765{os.getpid()}"  # of this process: others run the same tests
 LEAVES_THINGS = f"""
 import os, subprocess, sys
 print(os.listdir('.'))
@@ -98,7 +98,7 @@ def left_running() -> list[int]:
 
 
 def test_run_finds_no_file_or_process_of_the_run_before(walls: Isolation) -> None:
-    with Sandbox(LEAVES_THINGS, Limits(seconds=20), isolation=walls) as sandbox:
+    with Sandbox(LEAVES_THINGS, Limits(seconds=60), isolation=walls) as sandbox:
         for _ in range(3):
             assert sandbox.run_with_input("") == (Verdict.PASSED, "['solution.py']\n")
             assert not left_running()
@@ -114,7 +114,7 @@ def test_run_finds_no_folder_of_a_run_before_that_python_cannot_delete(walls: Is
 def test_isolation_is_set_up_once_for_all_tests_and_each_meets_a_new_process(
     walls: Isolation, first_processes: list[int]
 ) -> None:
-    with Sandbox(COUNTS, Limits(seconds=20), isolation=walls) as sandbox:
+    with Sandbox(COUNTS, Limits(seconds=60), isolation=walls) as sandbox:
         for _ in range(4):
             assert sandbox.run_with_tests("assert f() == 1") is Verdict.PASSED
             assert sandbox.run_with_tests("assert f() == 2") is Verdict.FAILED
@@ -132,7 +132,7 @@ def test_isolation_in_which_files_outlive_a_run_is_set_up_for_each_run(
     program = "import os\nprint(os.listdir('/tmp'))\nopen('/tmp/mine', 'w').close()"
     isolation = dataclasses.replace(found, landlock=0)
     first_processes.clear()  # of the search for the walls
-    with Sandbox(program, Limits(seconds=20), isolation=isolation) as sandbox:
+    with Sandbox(program, Limits(seconds=60), isolation=isolation) as sandbox:
         for _ in range(2):
             verdict, printed = sandbox.run_with_input("")
             assert verdict is Verdict.PASSED
@@ -143,7 +143,7 @@ def test_isolation_in_which_files_outlive_a_run_is_set_up_for_each_run(
 def test_run_passes_after_one_that_attacked_the_first_process(
     walls: Isolation, first_processes: list[int]
 ) -> None:
-    with Sandbox(ATTACKS, Limits(seconds=2), isolation=walls) as sandbox:
+    with Sandbox(ATTACKS, Limits(seconds=5), isolation=walls) as sandbox:
         for _ in range(2):
             assert sandbox.run_with_input("attack") == (Verdict.OUT_OF_LIMITS, "")
             assert sandbox.run_with_input("nothing") == (Verdict.PASSED, "done\n")

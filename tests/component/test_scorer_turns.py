@@ -10,7 +10,7 @@ from relax_events.errors import ConfigError
 from relax_events.roles.scorer_turns import ScorerTurns
 from relax_events.runtime.device_turn import DeviceTurn
 
-SECONDS = 20.0
+SECONDS = 100.0
 
 
 class CountingScorer:

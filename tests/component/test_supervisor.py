@@ -52,7 +52,7 @@ def ended(tmp_path: Path) -> Iterator[MakeEnded]:
         supervisor.start()
         for managed in supervisor._processes.values():
             assert managed.process is not None
-            managed.process.wait(30)
+            managed.process.wait(100)
         return supervisor
 
     yield make
@@ -158,7 +158,7 @@ def died_again(supervisor: Supervisor, progress: Progress) -> list[str]:
         if managed.process is None and not managed.abandoned_reason:
             supervisor._spawn(managed)
         assert managed.process is not None
-        managed.process.wait(30)
+        managed.process.wait(100)
     return supervisor.poll(progress)
 
 
@@ -193,7 +193,7 @@ def test_a_loop_ends_with_its_first_cause_and_with_that_of_another_worker(
         reward.start_after = 0.0
         supervisor.poll(Progress())
         assert reward.process is not None
-        reward.process.wait(30)
+        reward.process.wait(100)
     with pytest.raises(RunFailed) as caught:
         supervisor.poll(Progress())
     text = str(caught.value)
@@ -237,7 +237,7 @@ def test_worker_error_is_reported_even_if_the_run_folder_was_deleted(
     supervisor.poll(Progress())
     for managed in supervisor._processes.values():
         assert managed.process is not None
-        managed.process.wait(30)
+        managed.process.wait(100)
     with pytest.raises(
         ConfigError,
         match=r"controller-0 can't continue: ended with exit code 2; log: .*:\nerror: the reason",
@@ -268,7 +268,7 @@ def test_fenced_worker_stays_down_until_it_is_revived(
     supervisor.restart_fenced("trainer-0")
     supervisor.poll(Progress())
     assert trainer.process is not None
-    trainer.process.wait(30)
+    trainer.process.wait(100)
     assert "trainer-0" not in supervisor.fenced
 
 

@@ -26,14 +26,14 @@ from relax_events.weights import Weights
 from tests.unit.trainer_samples import make_samples, run_config
 
 MIB = 2**20
-SECONDS = 20.0
+SECONDS = 100.0
 HOLDER = """
 import sys
 from pathlib import Path
 from relax_events.runtime.device_turn import DeviceTurn
 
 turn = DeviceTurn(Path(sys.argv[1]), alone=True)
-assert turn.wait(20)
+assert turn.wait(100)
 print("begun", flush=True)
 sys.stdin.read()
 """
@@ -44,11 +44,11 @@ from pathlib import Path
 from relax_events.runtime.device_turn import DeviceTurn, turn_files
 
 turn = DeviceTurn(Path(sys.argv[1]), alone=False)
-assert turn.wait(20)
+assert turn.wait(100)
 command = [sys.executable, "-c", "import time; time.sleep(60)"]
 child = subprocess.Popen(command, pass_fds=turn_files())
 turn.end()
-assert turn.wait(20)
+assert turn.wait(100)
 print(child.pid, flush=True)  # not before: until here no process has the turn
 sys.stdin.read()
 """

@@ -13,8 +13,8 @@ from command_line import Relax, log_of
 from relax_events.config import load_run_config
 from relax_events.config.unset_keys import missing_keys
 
-pytestmark = pytest.mark.timeout(400)
-RUN_SECONDS = 150
+pytestmark = pytest.mark.timeout(900)
+RUN_SECONDS = 300
 EXPECTED = {
     "trainer.learning_rate": 1e-6,
     "model.dtype": "float32",

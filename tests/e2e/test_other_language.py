@@ -27,7 +27,7 @@ from relax_events.kafka.log_reader import LogReader
 
 PROMPTS = ("spell \u8336 backwards", "spell tea sdrawkcab")
 SAMPLES_PER_PROMPT = 3
-PATIENCE_SECONDS = 180
+PATIENCE_SECONDS = 280
 KINDS = {kind.__name__: kind for kind in (SampleRolledOut, SampleScored, PromptGroupEnded)}
 
 
@@ -107,7 +107,7 @@ def ask(
     return visit
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.long
 def test_external_java_producer_gets_samples_of_its_own_prompts(
     ask: Callable[..., Asked], relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str
@@ -129,7 +129,7 @@ def test_external_java_producer_gets_samples_of_its_own_prompts(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_external_reader_without_schema_registry_reads_a_run_that_uses_one(
     ask: Callable[..., Asked], relax: Relax, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:

@@ -67,7 +67,9 @@ def test_every_dialect_answers_with_the_same_tokens(url: str) -> None:
     ).json()
     assert message["content"][0]["text"] == text_of(answer)
     assert message["usage"]["input_tokens"] == usage["prompt_tokens"]
-    listed = httpx2.get(f"{url}/v1/models", headers=BEARER, trust_env=False).json()["data"]
+    listed = httpx2.get(
+        f"{url}/v1/models", headers=BEARER, timeout=SECONDS, trust_env=False
+    ).json()["data"]
     assert [model["id"] for model in listed] == ["tiny"]
 
 
@@ -168,23 +170,27 @@ def test_failed_engine_answers_every_call_with_the_reason(monkeypatch: pytest.Mo
         raise RuntimeError("out of memory")
 
     with served() as url:
-        assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
+        assert httpx2.get(f"{url}/health", timeout=SECONDS, trust_env=False).status_code == 200
         monkeypatch.setattr(TransformersEngine, "poll", fail)
         for path, body in ((CHAT, {"messages": QUESTION}), (TOKENS, {"token_ids": PROMPT})) * 2:
             reply = post(url, path, body)
             assert (reply.status_code, "out of memory" in reply.text) == (503, True), reply.text
             assert reply.headers["Retry-After"] == "1"
-        assert httpx2.get(f"{url}/health", trust_env=False).status_code == 503
+        assert httpx2.get(f"{url}/health", timeout=SECONDS, trust_env=False).status_code == 503
 
 
 def test_server_answers_only_requests_with_the_token(url: str) -> None:
     for headers in ({}, {"Authorization": "Bearer other"}, {"x-api-key": "other"}):
         for path in ("/v1/models", TOKENS, CHAT):
-            reply = httpx2.post(f"{url}{path}", json={}, headers=headers, trust_env=False)
+            reply = httpx2.post(
+                f"{url}{path}", json={}, headers=headers, timeout=SECONDS, trust_env=False
+            )
             assert reply.status_code == 401
-    assert httpx2.post(f"{url}/health", trust_env=False).status_code == 401
-    assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
-    listed = httpx2.get(f"{url}/v1/models", headers={"x-api-key": TOKEN}, trust_env=False)
+    assert httpx2.post(f"{url}/health", timeout=SECONDS, trust_env=False).status_code == 401
+    assert httpx2.get(f"{url}/health", timeout=SECONDS, trust_env=False).status_code == 200
+    listed = httpx2.get(
+        f"{url}/v1/models", headers={"x-api-key": TOKEN}, timeout=SECONDS, trust_env=False
+    )
     assert listed.status_code == 200
 
 
@@ -193,7 +199,9 @@ def test_body_costs_no_more_than_a_prompt_that_fills_the_context() -> None:
     with served(max_context_tokens=512, max_running_samples=64) as url:
         for size in (10_000_000, 36_000):
             body = b'{"token_ids": [' + b"[]," * size + b"[]]}"
-            answer = httpx2.post(f"{url}{TOKENS}", content=body, headers=BEARER, trust_env=False)
+            answer = httpx2.post(
+                f"{url}{TOKENS}", content=body, headers=BEARER, timeout=SECONDS, trust_env=False
+            )
             assert answer.status_code == 413, answer.text
 
 

@@ -15,7 +15,7 @@ import pytest
 from harness import WORKER_SECONDS, FaultRun, assert_ledger_balances
 from run_setup import SLOW_SECONDS
 
-HEALTH = {"progress_timeout_seconds": 5.0, "backoff_seconds": 1.0}
+HEALTH = {"progress_timeout_seconds": 15.0, "backoff_seconds": 1.0}
 WORKERS = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 10.0}
 
 

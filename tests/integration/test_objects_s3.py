@@ -17,6 +17,7 @@ from tests.s3_server import S3Server, environment
 pytestmark = pytest.mark.integration
 
 IMPATIENT = Deadlines(connect_seconds=1.0, request_seconds=0.3, retry_seconds=1.0, max_retries=1)
+FEW_RETRIES = Deadlines(connect_seconds=60, request_seconds=60, retry_seconds=60, max_retries=1)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_calls_fail_by_the_deadline_when_the_server_hangs(server: S3Server) -> N
 def test_worker_waits_for_an_unavailable_bucket_and_retries_the_same_object(
     server: S3Server,
 ) -> None:
-    store = ObjectStore.open("s3://bucket", deadlines=IMPATIENT)
+    store = ObjectStore.open("s3://bucket", deadlines=FEW_RETRIES)
     reference = store.put(b"hello")
     server.num_refusals = 10**9
     away: list[float] = []

@@ -39,9 +39,9 @@ def main(action: str, *words: str) -> None:
             write_final_error(type(words[0], (Exception,), {})("no room for 7.42 GiB"), exit_code=1)
         sys.exit(int(words[0]) if words[0].isdecimal() else 1)
     elif action == "drain":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         print("up", flush=True)
-        signal.pause()
+        signal.sigwait({signal.SIGTERM})
     elif action == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("up", flush=True)
