@@ -1,11 +1,12 @@
 """Whole runs in which the environments of a tenth of the samples hang, or those of a tenth of the
-prompts hang or die.
+prompts hang or die, or a program wherever the policy says what makes it hang.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from harness import FaultRun, assert_ledger_balances
 
 from relax_events.events.parts import FinishReason
 from relax_events.events.types import PromptGroupIssued
+from tests.component.gateway_agents import write_program
 from tests.misbehaving import NEXT, NUM_TURNS
 from tests.misbehaving_kinds import environment_of, openenv_server
 
@@ -90,6 +92,12 @@ class Caller(TransformersEngine):
             segments=(VersionSegment(sample.segments[0].policy_version, len(tokens)),),
             finish_reason=FinishReason.STOP,
         )
+"""
+NO_CHARACTER = "\ufffd"
+"""What about half of the tokens of a policy of bytes look like."""
+AGENT = f"""
+if {NO_CHARACTER!r} in (say(messages, max_tokens=1)["content"] or ""):
+    time.sleep(600)
 """
 
 
@@ -199,3 +207,40 @@ def list_spent_attempts(run: FaultRun) -> list[str]:
         for line in run.logged("rollout-0", "episode.failed")
         if re.search(r"attempt \d", line["error"])
     ]
+
+
+@pytest.mark.parametrize("on_timeout", [0.0, "none"])
+def test_policy_unlearns_what_makes_its_program_hang_unless_that_has_no_reward(
+    start_run: Callable[..., FaultRun], tmp_path: Path, on_timeout: float | str
+) -> None:
+    """The second run is the control: in it late samples have no reward, and all others have one."""
+    reward, prompts = tmp_path / "reward.py", tmp_path / "prompts.jsonl"
+    reward.write_text("def give_one(completion):\n    return 1.0\n")
+    prompts.write_text('{"prompt": "go", "answer": ""}\n')
+    num_steps = 20
+    run = start_run(
+        run={
+            "mode": "sync",
+            "max_staleness": 0,
+            "num_steps": num_steps,
+            "prompts_per_step": 4,
+            "samples_per_prompt": 8,
+        },
+        algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout", "min_samples_per_group": 2},
+        data={"source": f"jsonl:{prompts}"},
+        trainer={"learning_rate": 1e-2},
+        reward={"function": f"{reward}:give_one", "on_timeout": on_timeout},
+        environment={"command": write_program(tmp_path, AGENT), "episode_seconds": 1.0},
+    )
+    assert run.wait_until_ended(run.start(), timeout_seconds=420) == 0
+    assert_ledger_balances(run)
+    samples = run.samples()
+    hanging = [one for one in samples if NO_CHARACTER in one.completion]
+    assert {one.finish_reason for one in hanging} == {FinishReason.LATE}
+    all_by_version, hanging_by_version = (
+        Counter(one.policy_version for one in some) for some in (samples, hanging)
+    )
+    shares = [hanging_by_version[one] / all_by_version[one] for one in range(num_steps)]
+    before, after = sum(shares[:3]), sum(shares[-3:])
+    assert before > 3 / 4, shares
+    assert (after < before / 2) == (on_timeout == 0.0), shares
