@@ -14,8 +14,8 @@ RelaxError                 exit with its `exit_code`; its text names object, val
 ├── PoisonSample           dead-letter the record, end its prompt group as failed, continue
 │   ├── ForeignRecord      the same; the producer may not write such a record
 │   └── MediaError         the same; while prompts are read, skip the row with the reason
-├── OutOfMemory            train the step again in smaller passes; end the prompt group whose only
-│                          path does not fit, continue
+├── OutOfMemory            train or score again in smaller passes; end the prompt group with a path
+│                          that does not fit alone, continue
 ├── RewardError            score the sample as failed, count the reason, continue
 ├── ObjectError            treat the record as a PoisonSample: an object is missing or altered
 ├── StoreUnavailable       wait for the object store; exit 8 after the deadline, to be restarted
@@ -123,7 +123,7 @@ class MediaError(PoisonSample):
 
 
 class OutOfMemory(RelaxError):
-    """A pass of the trainer's model does not fit its device; gradients may hold a part of it."""
+    """A pass of a model does not fit its device; gradients may hold a part of it."""
 
     def __init__(self, text: str, *, sample_id: str, num_paths: int, num_cells: int) -> None:
         """Create the error.
@@ -132,7 +132,7 @@ class OutOfMemory(RelaxError):
             text: Names the sample, the size of the pass and the remedy.
             sample_id: Of the first path of the pass.
             num_paths: Of the pass; a pass of one path can't be smaller.
-            num_cells: Of the pass.
+            num_cells: Of the pass; of a path alone without padding.
         """
         super().__init__(text)
         self.sample_id, self.num_paths, self.num_cells = sample_id, num_paths, num_cells

@@ -30,7 +30,7 @@ from relax_events.training.backend.protocol import Critic
 from relax_events.training.critic_learning import (
     CriticLearner,
     open_critic_checkpoints,
-    read_smaller_steps,
+    read_bounds,
 )
 from relax_events.training.critic_ranks import follow_leader
 from relax_events.training.distributed import open_ranks, wait_visibly
@@ -61,7 +61,7 @@ def run(config: RunConfig, *, index: int = 0) -> None:
                     critic,
                     checkpoints,
                     ranks=ranks,
-                    smaller=read_smaller_steps(store, ranks),
+                    bounds=read_bounds(store, ranks),
                     lifecycle=worker.lifecycle,
                 )
 

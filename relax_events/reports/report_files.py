@@ -23,8 +23,8 @@ tokens_per_second, samples_per_second: Tokens and samples trained per second ove
     train_seconds`.
 outcomes: Prompt groups: `issued` in all, by outcome (`trained`, `filtered`, `expired`,
     `failed`), and prompt groups `in_flight`.
-prompt_groups_too_large: Of those that failed, those with a sample that did not fit the trainer's
-    device.
+prompt_groups_too_large: Of those that failed, those with a sample that did not fit the device
+    of the trainer, or of a role that scores.
 prompt_groups_issued_twice: Prompt groups that were issued again although no worker had lost them:
     generated twice, trained once.
 samples_rolled_out, samples_trained: Distinct samples that were generated, and that were trained.

@@ -12,7 +12,7 @@ import numpy as np
 import structlog
 
 from relax_events.config import ModelConfig
-from relax_events.errors import WeightsError
+from relax_events.errors import OutOfMemory, WeightsError
 from relax_events.events.parts import FinishReason, Outcome
 from relax_events.events.types import SampleEvaluated, SampleRolledOut
 from relax_events.kafka.records import ProducerRecord
@@ -58,8 +58,8 @@ class LogprobScorer:
             except WeightsError as error:
                 records += self._ended(members, error)
                 continue
-            with self._worker.lifecycle.piece("score a part of a record batch"):
-                scores = self._compute_scores(members)
+            members, scores, ends = self._compute_what_fits(members)
+            records += ends
             evaluated = [
                 SampleEvaluated(
                     key=sample.key,
@@ -97,6 +97,29 @@ class LogprobScorer:
             for group in groups
         ]
 
+    def _compute_what_fits(
+        self, samples: list[SampleRolledOut]
+    ) -> tuple[list[SampleRolledOut], list[SampleScores], list[ProducerRecord]]:
+        """Return samples with their scores, and requests to end the prompt groups of those with a
+        path that does not fit the device alone.
+        """
+        ends: list[ProducerRecord] = []
+        while True:
+            try:
+                with self._worker.lifecycle.piece("score a part of a record batch"):
+                    return samples, self._compute_scores(samples), ends
+            except OutOfMemory as error:  # its frames hold tensors
+                problem, sample_id = str(error), error.sample_id
+            (group,) = {one.prompt_group_id for one in samples if one.sample_id == sample_id}
+            log.error("prompt_group.too_large", prompt_group_id=group, error=problem)
+            reason = f"{problem}; in the role {self._worker.role}"
+            ends.append(
+                self._worker.records.build_end_request(
+                    group, Outcome.FAILED, reason, policy_version=samples[0].policy_version
+                )
+            )
+            samples = [one for one in samples if one.prompt_group_id != group]
+
     def _compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
         """Return the scores of each sample; zeros, without a forward pass, for lost samples, which
         have no loss token.
@@ -114,7 +137,11 @@ class LogprobScorer:
         ]
 
     def compute_scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScores]:
-        """Return the scores of each sample."""
+        """Return the scores of each sample.
+
+        Raises:
+            OutOfMemory: A path does not fit the device alone; the error names its sample.
+        """
         return [SampleScores(logprobs) for logprobs in self._scorer.score(samples)]
 
 

@@ -53,6 +53,8 @@ POINTS = {
     },
     "judge.at_work": "samples are at the judge's engine, their input offsets are not committed",
     "critic.learning": "the critic is trained on a committed step, others may be left",
+    "critic.out_of_memory": "a pass that learns did not fit, the gradients are not discarded",
+    "scorer.out_of_memory": "a pass that scores did not fit, no half of it has run",
     "advantage.before_flush": "joined samples are handed to the client, none is known to be safe",
     "advantage.before_commit": (
         "joined samples are acknowledged, the input offsets are not committed"

@@ -54,7 +54,7 @@ from relax_events.training.checkpoint.critic_checkpoints import (
     list_critic_checkpoints,
     stored_checkpoint_versions,
 )
-from relax_events.training.critic_ranks import LeadingCritic
+from relax_events.training.critic_ranks import CriticBounds, LeadingCritic
 from relax_events.training.ranks import Ranks, SingleRank
 from relax_events.training.replay.parent_steps import ReplaySource
 from relax_events.training.replay.recorded_batches import RecordedBatch, RecordedBatches
@@ -76,11 +76,15 @@ def open_critic_checkpoints(config: RunConfig, store: ObjectStore, ranks: Ranks)
     return Checkpoints(store, ranks=ranks, keep=keep, folder=FOLDER)
 
 
-def read_smaller_steps(store: ObjectStore, ranks: Ranks) -> SmallerSteps:
-    """Read which steps of a critic ran out of memory; collective, on each rank that holds it."""
-    smaller = SmallerSteps(store, ranks, folder=FOLDER)
-    smaller.read(0)
-    return smaller
+def read_bounds(store: ObjectStore, ranks: Ranks) -> CriticBounds:
+    """Read where a critic ran out of memory; collective, on each rank that holds it."""
+    bounds = CriticBounds(
+        steps=SmallerSteps(store, ranks, folder=FOLDER),
+        values=SmallerSteps(store, ranks, folder=FOLDER, name="values-out-of-memory"),
+    )
+    for one in bounds:
+        one.read(0)
+    return bounds
 
 
 class CriticLearner:
@@ -107,12 +111,13 @@ class CriticLearner:
         """
         self._worker, ranks = worker, ranks or SingleRank()
         self._checkpoints = open_critic_checkpoints(worker.config, store, ranks)
-        self._smaller = read_smaller_steps(store, ranks)
+        bounds = read_bounds(store, ranks)
+        self._smaller = bounds.steps
         self.critic = LeadingCritic(
             critic,
             self._checkpoints,
             ranks=ranks,
-            smaller=self._smaller,
+            bounds=bounds,
             timeout_seconds=worker.config.trainer.collective_timeout_seconds,
         )
         self.critic.on_progress(worker.lifecycle.record_progress)
@@ -123,6 +128,7 @@ class CriticLearner:
             self.critic.discard,
             self.critic.set_max_cells,
             self._smaller,
+            role="critic",
         )
         self._checkpoint_begun = time.monotonic()
         self._consumed: dict[int, int] = {}

@@ -17,22 +17,23 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from enum import IntEnum
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from relax_events.errors import OutOfMemory, PoisonSample, StepNotFinite
+from relax_events.errors import OutOfMemory, PoisonSample, RankLost, StepNotFinite
 from relax_events.events.codec import EventCodec
 from relax_events.events.parts import CheckpointRef
 from relax_events.events.sample_columns import split_samples
 from relax_events.events.types import SampleReady, SampleRolledOut
 from relax_events.training.backend.protocol import Critic, ValueMetrics
+from relax_events.training.batch.paths import longest_path
 from relax_events.training.checkpoint.checkpoints import Checkpoints
 from relax_events.training.checkpoint.pending import PendingCheckpoint
 from relax_events.training.ranks import Ranks
-from relax_events.training.smaller_steps import SmallerSteps
+from relax_events.training.smaller_steps import SmallerSteps, StepBounds
 
 CALLS_PER_DEADLINE = 4
 """So often at least rank 0 calls within a collective's deadline."""
@@ -60,6 +61,15 @@ class Call(IntEnum):
     SET_MAX_CELLS = 10
 
 
+class CriticBounds(NamedTuple):
+    """What fits the critic's device in the steps that it learns, and in the passes that compute
+    values of the samples of a policy version.
+    """
+
+    steps: SmallerSteps
+    values: SmallerSteps
+
+
 class ProgressReport(Protocol):
     """Takes note that this process lives and works; see `Lifecycle`."""
 
@@ -84,7 +94,7 @@ class LeadingCritic:
         checkpoints: Checkpoints,
         *,
         ranks: Ranks,
-        smaller: SmallerSteps,
+        bounds: CriticBounds,
         timeout_seconds: float,
     ) -> None:
         """Lead the ranks, which wait in `follow_leader`.
@@ -93,11 +103,11 @@ class LeadingCritic:
             critic: Rank 0's part.
             checkpoints: Of all ranks.
             ranks: This process and its peers.
-            smaller: Where a step is bounded that runs out of memory.
+            bounds: What fits the device.
             timeout_seconds: Deadline of a collective.
         """
         self._critic, self._checkpoints, self._ranks = critic, checkpoints, ranks
-        self._smaller = smaller
+        self._bounds, self._budget = bounds, critic.max_cells
         self._wait_seconds = timeout_seconds / CALLS_PER_DEADLINE
         self._called_at = time.monotonic()
         self._codec = EventCodec()
@@ -136,7 +146,7 @@ class LeadingCritic:
     def step(self) -> ValueMetrics:
         """Normalise, clip, update; see `Critic`."""
         self._call(Call.STEP)
-        return _step(self._critic, self._smaller)
+        return _step(self._critic, self._bounds)
 
     def discard(self) -> None:
         """Discard what was accumulated; see `Critic`."""
@@ -159,9 +169,21 @@ class LeadingCritic:
         self._critic.on_progress(report_progress)
 
     def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
-        """Give the value at every loss token; see `Critic`."""
+        """Give the value at every loss token of samples of one policy version; see `Critic`.
+
+        Raises:
+            RankLost: Passes of several ranks don't fit; the next processes run smaller ones.
+        """
+        bounds = self._bounds.values.bounds(samples[0].policy_version) if samples else StepBounds()
+        for sample in samples:
+            length = longest_path(sample)
+            if problem := bounds.describe_too_long(length):
+                raise OutOfMemory(
+                    problem, sample_id=sample.sample_id, num_paths=1, num_cells=length
+                )
+        self.set_max_cells(bounds.max_cells or self._budget)
         self._call(Call.SCORE, self._encode(samples))
-        return self._critic.score(samples)
+        return _score(self._critic, samples, self._bounds, self._ranks)
 
     def save(self, extra: Mapping[str, Any]) -> None:
         """Start a checkpoint; the state may change as soon as this returns."""
@@ -198,7 +220,7 @@ def follow_leader(
     checkpoints: Checkpoints,
     *,
     ranks: Ranks,
-    smaller: SmallerSteps,
+    bounds: CriticBounds,
     lifecycle: ProgressReport,
 ) -> None:
     """Make the calls that rank 0 announces, until the last one.
@@ -207,13 +229,13 @@ def follow_leader(
         critic: This rank's part.
         checkpoints: Of all ranks.
         ranks: This process and its peers.
-        smaller: Where a step is bounded that runs out of memory.
+        bounds: What fits the device.
         lifecycle: Of this process.
     Raises:
-        RankLost: Rank 0 has died, or is behind.
+        RankLost: Rank 0 has died, or is behind; or values did not fit this rank's device.
         OutOfMemory: A pass of this rank's part did not fit the device.
     """
-    follower = _Follower(critic, checkpoints, smaller)
+    follower = _Follower(critic, checkpoints, bounds, ranks)
     while True:
         message = ranks.broadcast(None)
         call, content = Call(message[0]), memoryview(message)[1:]
@@ -229,8 +251,11 @@ def follow_leader(
 class _Follower:
     """Makes the calls of rank 0."""
 
-    def __init__(self, critic: Critic, checkpoints: Checkpoints, smaller: SmallerSteps) -> None:
-        self._critic, self._checkpoints, self._smaller = critic, checkpoints, smaller
+    def __init__(
+        self, critic: Critic, checkpoints: Checkpoints, bounds: CriticBounds, ranks: Ranks
+    ) -> None:
+        self._critic, self._checkpoints = critic, checkpoints
+        self._bounds, self._ranks = bounds, ranks
         self._codec = EventCodec()
         self._pending: PendingCheckpoint | None = None
 
@@ -241,7 +266,7 @@ class _Follower:
             case Call.ACCUMULATE:
                 critic.accumulate(list(_decode(self._codec, content)))
             case Call.STEP:
-                _step(critic, self._smaller)
+                _step(critic, self._bounds)
             case Call.DISCARD:
                 critic.discard()
             case Call.SET_MAX_CELLS:
@@ -249,7 +274,8 @@ class _Follower:
             case Call.SKIP_STEP:
                 critic.skip_step()
             case Call.SCORE:
-                critic.score(list(_decode(self._codec, content)))
+                samples = list(_decode(self._codec, content))
+                _score(critic, samples, self._bounds, self._ranks)
             case Call.SAVE:
                 self._pending = self._checkpoints.save(critic.state(), extra={})
             case Call.POLL:
@@ -271,15 +297,33 @@ def _decode(codec: EventCodec, content: memoryview) -> Iterator[Any]:
         at += num_bytes
 
 
-def _step(critic: Critic, smaller: SmallerSteps) -> ValueMetrics:
+def _step(critic: Critic, bounds: CriticBounds) -> ValueMetrics:
     """Take a step. Where it runs out of memory other ranks wait, or the weights have moved: the
     next process trains it in smaller passes.
     """
     try:
         return critic.step()
     except OutOfMemory as error:
-        smaller.write(critic.policy_version, error, budget=critic.max_cells)
+        bounds.steps.write(critic.policy_version, error, budget=critic.max_cells)
         raise
+
+
+def _score(
+    critic: Critic, samples: Sequence[SampleRolledOut], bounds: CriticBounds, ranks: Ranks
+) -> list[NDArray[np.float32]]:
+    """Compute values. Where a pass of several ranks runs out of memory, the others wait: the next
+    processes run smaller ones.
+    """
+    try:
+        return critic.score(samples)
+    except OutOfMemory as error:
+        if ranks.size == 1:
+            raise
+        bounds.values.write(samples[0].policy_version, error, budget=critic.max_cells)
+        raise RankLost(
+            f"rank {ranks.rank} can't compute values with the others; all start again, with "
+            f"smaller passes: {error}"
+        ) from error
 
 
 def _load(critic: Critic, checkpoints: Checkpoints, reference: CheckpointRef) -> bool:

@@ -3,7 +3,8 @@ next process trains the step in smaller passes, or without what fits in none.
 
 Other ranks wait in a collective then, or the weights have moved, so that the process can't
 continue. The object lies in the folder of checkpoints of the step's version, and is deleted with
-them. The critic's steps have objects of their own.
+them. The critic's steps have objects of their own, and so have the values of the samples of a
+version, which ranks compute together.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StepBounds:
             return ""
         return (
             f"{TOO_LARGE}: a path of {longest_path} tokens; one of {self.path_tokens} did not "
-            "fit the device alone in this step; lower engine.max_context_tokens, or set "
+            "fit the device alone; lower engine.max_context_tokens, or set "
             "trainer.activation_checkpointing; run.max_failed_prompt_groups bounds how many "
             "prompt groups in a row may end so"
         )
@@ -46,15 +47,18 @@ class StepBounds:
 class SmallerSteps:
     """The bounds of the steps that a trainer or critic begins with."""
 
-    def __init__(self, store: ObjectStore, ranks: Ranks, *, folder: str = "checkpoints/") -> None:
+    def __init__(
+        self, store: ObjectStore, ranks: Ranks, *, folder: str = "checkpoints/", name: str = NAME
+    ) -> None:
         """Know of none.
 
         Args:
             store: Of the run.
             ranks: This process and its peers.
             folder: Of the checkpoints.
+            name: Of the objects.
         """
-        self._store, self._ranks, self._folder = store, ranks, folder
+        self._store, self._ranks, self._folder, self._name = store, ranks, folder, name
         self._bounds: dict[int, StepBounds] = {}
 
     def read(self, first: int) -> None:
@@ -64,11 +68,11 @@ class SmallerSteps:
         bounds: list[tuple[int, dict[str, int]]] = []
         for key in () if self._ranks.rank else self._store.list(self._folder):
             version, _, name = key.removeprefix(self._folder).partition("/")
-            if name == NAME and int(version) >= first:
+            if name == self._name and int(version) >= first:
                 bounds.append((int(version), orjson.loads(self._store.get_at(key))))
         for step, values in orjson.loads(self._ranks.all_gather_bytes(orjson.dumps(bounds))[0]):
             self._bounds[step] = StepBounds(**values)
-            log.warning("step.bounded", train_step=step, **values)
+            log.warning("step.bounded", train_step=step, bounds=self._name, **values)
 
     def bounds(self, step: int) -> StepBounds:
         """Return the bounds of a step."""
@@ -89,5 +93,11 @@ class SmallerSteps:
         else:
             half = max(1, min(error.num_cells, budget) // 2)
             bounds = StepBounds(1 if bounds.max_cells else half, bounds.path_tokens)
-        self._store.put_at(f"{self._folder}{step:08d}/{NAME}", orjson.dumps(bounds))
-        log.error("step.out_of_memory", train_step=step, error=str(error), **asdict(bounds))
+        self._store.put_at(f"{self._folder}{step:08d}/{self._name}", orjson.dumps(bounds))
+        log.error(
+            "step.out_of_memory",
+            train_step=step,
+            bounds=self._name,
+            error=str(error),
+            **asdict(bounds),
+        )

@@ -3,18 +3,23 @@ passes, then path by path, then without paths that fit nowhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from event_samples import rolled_out
+from numpy.typing import NDArray
 from thread_ranks import ThreadRank, run_ranks
 
 from relax_events.config.topology import Topology
 from relax_events.errors import OutOfMemory, RankLost
+from relax_events.events.types import SampleRolledOut
 from relax_events.objects import ObjectStore
-from relax_events.training.critic_learning import read_smaller_steps
+from relax_events.training.critic_learning import read_bounds
 from relax_events.training.critic_ranks import LeadingCritic, follow_leader
 from relax_events.training.ranks import SingleRank
 from relax_events.training.smaller_steps import SmallerSteps, StepBounds
@@ -107,6 +112,20 @@ class FullCritic:
         raise RankLost("rank 1 died")
 
 
+class ValueCritic(FullCritic):
+    """One rank's part of a critic, whose rank 1 has memory for the values of one short path."""
+
+    def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+        """Run out of memory on one rank; the other notices that it died."""
+        lengths = [len(sample.tokens) for sample in samples]
+        if self.max_cells > 1 or max(lengths) > 5:
+            num_paths = len(lengths) if self.max_cells > 1 else 1
+            if self._rank:
+                raise out_of_memory(num_paths, sum(lengths) if num_paths > 1 else max(lengths))
+            raise RankLost("rank 1 died")
+        return [np.zeros(length, np.float32) for length in lengths]
+
+
 class Alive:
     """Takes no note of anything."""
 
@@ -126,17 +145,17 @@ def test_a_rank_of_a_critic_that_runs_out_of_memory_bounds_the_step_for_all(tmp_
 
     def learn(rank: ThreadRank) -> tuple[int, int]:
         critic: Any = FullCritic(rank.rank)
-        smaller = read_smaller_steps(store, rank)
-        seen.append(smaller.bounds(5))
+        bounds = read_bounds(store, rank)
+        seen.append(bounds.steps.bounds(5))
         checkpoints: Any = None
         if rank.rank:
             with pytest.raises(OutOfMemory):
-                follow_leader(critic, checkpoints, ranks=rank, smaller=smaller, lifecycle=Alive())
+                follow_leader(critic, checkpoints, ranks=rank, bounds=bounds, lifecycle=Alive())
         else:
             leader = LeadingCritic(
-                critic, checkpoints, ranks=rank, smaller=smaller, timeout_seconds=60
+                critic, checkpoints, ranks=rank, bounds=bounds, timeout_seconds=60
             )
-            leader.set_max_cells(smaller.bounds(5).max_cells or BUDGET)
+            leader.set_max_cells(bounds.steps.bounds(5).max_cells or BUDGET)
             leader.discard()
             with pytest.raises(RankLost):
                 leader.step()
@@ -146,3 +165,42 @@ def test_a_rank_of_a_critic_that_runs_out_of_memory_bounds_the_step_for_all(tmp_
     assert run_ranks(Topology.of(2), learn) == [(350, 1)] * 2
     assert seen == [StepBounds(), StepBounds(), StepBounds(350), StepBounds(350)]
     assert begin(store, 5).bounds(5) == StepBounds(), "the trainer's steps are others"
+
+
+def test_values_that_do_not_fit_are_computed_by_the_next_ranks_in_smaller_passes(
+    tmp_path: Path,
+) -> None:
+    store = ObjectStore.open(tmp_path.as_uri())
+    samples = [rolled_out("000003-0000-0", index, version=3) for index in range(2)]
+    longer = np.arange(9, dtype=np.int32)
+    samples.append(replace(rolled_out("000003-0001-0", version=3), tokens=longer))
+    seen: list[StepBounds] = []
+    named: list[str] = []
+
+    def compute(rank: ThreadRank) -> int:
+        critic: Any = ValueCritic(rank.rank)
+        bounds, checkpoints = read_bounds(store, rank), cast("Any", None)
+        if rank.rank:
+            try:
+                follow_leader(critic, checkpoints, ranks=rank, bounds=bounds, lifecycle=Alive())
+            except RankLost:
+                return -1
+            return int(critic.max_cells)
+        seen.append(bounds.values.bounds(3))
+        leader = LeadingCritic(critic, checkpoints, ranks=rank, bounds=bounds, timeout_seconds=60)
+        try:
+            leader.score(samples)
+        except RankLost:
+            return -1
+        except OutOfMemory as error:
+            named.append(error.sample_id)
+        assert len(leader.score(samples[:2])) == 2
+        leader.set_max_cells(BUDGET)
+        leader.end()
+        return int(critic.max_cells)
+
+    deaths = [run_ranks(Topology.of(2), compute) for _ in range(4)]
+    assert deaths == [[-1, -1]] * 3 + [[BUDGET, BUDGET]]
+    assert seen == [StepBounds(), StepBounds(8), StepBounds(1), StepBounds(1, 9)]
+    assert named == ["000003-0001-0/0"]
+    assert read_bounds(store, SingleRank()).steps.bounds(3) == StepBounds()

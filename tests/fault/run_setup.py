@@ -113,13 +113,14 @@ class StuckOnce(Stuck):
 DEVICE_CELLS = 48
 # A trainer whose gradients are infinite from step 3 on; one that takes long over a micro-batch, an
 # optimizer step and a copy of the weights; one on a device with memory for passes of `DEVICE_CELLS`
-# cells; one that never comes back from an optimizer step.
+# cells, and one whose critic is on such a device; one that never comes back from an optimizer step.
 TRAINERS = """
 import time
 
 import torch
 
 from relax_events.training.backend.torch_backend import TorchBackend
+from relax_events.training.backend.torch_critic import TorchCritic
 
 class NotFinite(TorchBackend):
     def accumulate(self, samples):
@@ -143,17 +144,25 @@ class Slow(TorchBackend):
             time.sleep(SLOW_SECONDS)
         yield from super().weight_buckets(max_bytes=max_bytes)
 
+def on_small_device(run):
+    def run_on_device(batch, **settings):
+        if batch.input_ids.size > DEVICE_CELLS:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(batch, **settings)
+
+    return run_on_device
+
 class Small(TorchBackend):
     def _open_model(self, dtype):
         super()._open_model(dtype)
-        run = self._model.token_logprobs
+        self._model.token_logprobs = on_small_device(self._model.token_logprobs)
 
-        def run_on_device(batch, **settings):
-            if batch.input_ids.size > DEVICE_CELLS:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return run(batch, **settings)
-
-        self._model.token_logprobs = run_on_device
+class SmallCritic(TorchBackend):
+    @staticmethod
+    def open_critic(config, ranks):
+        critic = TorchCritic(config, ranks=ranks)
+        critic._model.token_values = on_small_device(critic._model.token_values)
+        return critic
 
 class Hung(TorchBackend):
     def step(self):

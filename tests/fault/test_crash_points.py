@@ -68,6 +68,7 @@ LONG = [
     ("evaluator.before_load:2", "evaluator.generating:2", "evaluator.after_write:2"),
     ("trainer.after_optimizer_step:6",),
     ("trainer.out_of_memory:2",),
+    ("critic.out_of_memory:2", "scorer.out_of_memory:2"),
     (
         "critic.before_flush",
         "critic.before_commit:2",
@@ -142,9 +143,10 @@ def test_run_finishes_when_workers_are_killed_at_failpoints(
 
 
 def trainer_settings(point: str, directory: Path) -> dict[str, Any]:
-    """Return what a trainer needs to come to a point."""
-    if point.startswith("trainer.out_of_memory"):
-        small = f"{directory / 'trainer.py'}:Small"
+    """Return what a trainer or critic needs to come to a point."""
+    role, _, name = point.partition(".")
+    if name.startswith("out_of_memory"):
+        small = f"{directory / 'trainer.py'}:{'Small' if role == 'trainer' else 'SmallCritic'}"
         return {"backend": small, "max_tokens_per_micro_batch": 2 * DEVICE_CELLS}
     return {"num_epochs": 2, "num_mini_batches": 2} if point.startswith("trainer.") else {}
 

@@ -183,14 +183,7 @@ def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_i
     assert (ledger["outcomes"]["failed"], ledger["prompt_groups_too_large"]) == (2, 2)
     assert {len(sample.path_lengths) for sample in run.samples()} == {0, 40}
     assert max(len(sample.tokens) for sample in run.samples()) > 4 * BUDGET
-    ends = [run.decode(record) for record in run.records("control.prompt-group-outcomes")]
-    failed = [
-        one for one in ends if isinstance(one, PromptGroupEnded) and one.outcome is Outcome.FAILED
-    ]
-    assert {one.prompt_group_id for one in failed} == {"000001-0001-0", "000003-0003-0"}
-    for one in failed:
-        assert one.reason.startswith("out of memory: a path of ")
-        assert "run.max_failed_prompt_groups" in one.reason
+    assert_too_large_by_name(run)
     steps = [run.decode(record) for record in run.records("control.train-steps")]
     assert all(isinstance(one, TrainStepCommitted) for one in steps)
     budgets = [one.max_cells for one in steps]
@@ -199,3 +192,48 @@ def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_i
     replays = run.logged("trainer-0", "train_steps.replayed")
     assert sum(line["num_steps"] for line in replays) > 0
     assert all(line["identical"] for line in replays)
+
+
+def assert_too_large_by_name(run: FaultRun) -> None:
+    """Assert that the two prompt groups with a path that fits nowhere ended for it."""
+    ends = [run.decode(record) for record in run.records("control.prompt-group-outcomes")]
+    failed = [
+        one for one in ends if isinstance(one, PromptGroupEnded) and one.outcome is Outcome.FAILED
+    ]
+    assert {one.prompt_group_id for one in failed} == {"000001-0001-0", "000003-0003-0"}
+    for one in failed:
+        assert one.reason.startswith("out of memory: a path of ")
+        assert "run.max_failed_prompt_groups" in one.reason
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_path_whose_values_fit_nowhere_ends_its_prompt_group(
+    start_run: Callable[..., FaultRun], directory: Path, tmp_path: Path, ranks: int
+) -> None:
+    """One rank computes values again in smaller passes; several do so in their next processes."""
+    file = tmp_path / "agent.py"
+    file.write_text(AGENT)
+    run = start_run(
+        run={"num_steps": NUM_STEPS, "prompts_per_step": 4},
+        algorithm={"name": "ppo"},
+        critic={"ranks": ranks},
+        engine={"sampling": {"max_new_tokens": 120}},
+        environment={
+            "command": [sys.executable, "-I", "-S", str(file)],
+            "concurrency": 8,
+            "max_turns": 40,
+        },
+        trainer={
+            "backend": f"{directory / 'trainer.py'}:SmallCritic",
+            "max_tokens_per_micro_batch": BUDGET,
+        },
+    )
+    if ranks == 1:
+        run.arm("scorer.out_of_memory=kill")
+    assert run.wait_until_ended(run.start(), timeout_seconds=600) == 0
+    ledger = assert_ledger_balances(run)
+    assert (ledger["outcomes"]["failed"], ledger["prompt_groups_too_large"]) == (2, 2)
+    assert_too_large_by_name(run)
+    restarts = len(run.logged("critic-0", "worker.started")) - 1
+    assert restarts == len(run.fired()) == 1 if ranks == 1 else restarts >= 2

@@ -147,7 +147,7 @@ def run(name: str, folder: Path, ranks: TorchRanks) -> dict[str, Any]:
         results["too_large"] = [
             name_what_does_not_fit(critic, samples[0], max_cells, device_cells, way)
             for max_cells, device_cells in DEVICES
-            for way in ("forward", "backward")
+            for way in ("forward", "backward", "score")
         ]
     return results
 
@@ -185,14 +185,14 @@ def name_what_does_not_fit(
 
     def run_on_device(row: Any, chunk: Any) -> Any:
         fits = len(row.tokens) <= device_cells
-        return Limited.apply(run(row, chunk), fits or way != "forward", fits or way != "backward")
+        return Limited.apply(run(row, chunk), fits or way == "backward", fits or way != "backward")
 
     stage._hidden = run_on_device
     stage._memory = PassMemory()  # a path that fitted before is not to blame
     critic.max_cells = max_cells
     lengths = {sample.sample_id: len(sample.tokens) for sample in samples}
     try:
-        train(critic, samples)
+        critic.score(samples) if way == "score" else train(critic, samples)
     except OutOfMemory as error:
         critic.discard()
         return error.num_paths, error.num_cells, lengths[error.sample_id] == error.num_cells

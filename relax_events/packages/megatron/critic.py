@@ -100,7 +100,7 @@ class MegatronCritic(ValueTraining):
     def _score_groups(self, paths: Sequence[TokenSequence]) -> list[list[int]]:
         """Return micro-batches of all paths in order, within the budget."""
         lengths = [len(read_array(path, "tokens")) for path in paths]
-        slices = micro_batch_slices(lengths, max_tokens=self._trainer.max_tokens_per_micro_batch)
+        slices = micro_batch_slices(lengths, max_tokens=self.max_cells)
         return [list(range(len(paths)))[part] for part in slices]
 
     def _pack_scored(self, samples: Sequence[TokenSequence]) -> PackedBatch:

@@ -147,6 +147,8 @@ class TokenScorer(Protocol):
 
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
+            OutOfMemory: A path does not fit the device alone, also in a pass of its own; the error
+                names its sample, whose prompt group ends. The others can be scored again.
         """
 
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import structlog
 import torch
 from jaxtyping import Float32
 from numpy.typing import NDArray
 
 from relax_events.config import ModelConfig
+from relax_events.errors import OutOfMemory
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.events.types import SampleRolledOut
 from relax_events.media.library import MediaLibrary
@@ -22,7 +24,9 @@ from relax_events.models.adapters import published_parameters
 from relax_events.models.causal_lm import open_device
 from relax_events.models.layers import use_padded_experts
 from relax_events.models.offload import Offload
+from relax_events.runtime.failpoints import failpoint
 from relax_events.training.backend.determinism import make_deterministic
+from relax_events.training.backend.out_of_memory import PassMemory
 from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.protocol import IdsOf, SampleScores
 from relax_events.training.batch.packing import PackedBatch, micro_batch_slices, pack
@@ -38,6 +42,8 @@ from relax_events.training.batch.sample_intake import SampleMedia
 if TYPE_CHECKING:
     from relax_events.weights.manifest import Weights
 
+log = structlog.get_logger()
+T = TypeVar("T")
 ROW_TOKENS = 8
 """Rows are padded to a multiple of so many tokens: CPU kernels round fewer of them differently."""
 NO_IDS = np.zeros((0, 0), np.int64)
@@ -80,7 +86,7 @@ class LogprobScorer:
         if device.type == "cpu":
             use_padded_experts(self._model.module)
         self._media = None if library is None else SampleMedia(self._model.family, library)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._memory = max_tokens, PassMemory()
         self._offload: Offload | None = None
 
     def score(self, samples: Sequence[TokenSequence]) -> list[NDArray[np.float32]]:
@@ -92,6 +98,7 @@ class LogprobScorer:
             One array for each sample, as long as its tokens.
         Raises:
             PoisonSample: A sample can't be scored; the text names it.
+            OutOfMemory: A path does not fit the device alone; the error names its sample.
         """
         return [
             scores.logprobs for scores in self._score(samples, [NO_IDS] * len(samples), num_top=0)
@@ -125,12 +132,16 @@ class LogprobScorer:
             for path_ids, sample in zip(ids, samples, strict=True)
             for part in _by_path(path_ids, sample)
         ]
-        for indices in group_by_padded_length(paths, max_tokens=self._max_tokens):
-            rows = self._score_rows(
+
+        def score_rows(indices: Sequence[int]) -> list[SampleScores]:
+            return self._score_rows(
                 [paths[index] for index in indices],
                 [ids[index] for index in indices],
                 num_top=num_top,
             )
+
+        groups = list(group_by_padded_length(paths, max_tokens=self._max_tokens))
+        for indices, rows in score_in_halves(groups, score_rows):
             scores |= zip(indices, rows, strict=True)
         ordered = iter([scores[index] for index in range(len(paths))])
         return [
@@ -146,13 +157,18 @@ class LogprobScorer:
         if self._media is not None:
             batch = self._media.add_to(batch, samples)
         token_ids = None if ids[0] is NO_IDS else np.concatenate(ids)
-        with torch.inference_mode():
-            output = self._model.token_logprobs(batch, ids=token_ids, num_top=num_top)
+
+        def compute() -> list[NDArray[np.generic]]:
+            with torch.inference_mode():
+                output = self._model.token_logprobs(batch, ids=token_ids, num_top=num_top)
+                tensors = output.logprobs.float(), output.ids.int(), output.id_logprobs.float()
+                return [tensor.cpu().numpy() for tensor in tensors]
+
+        values, *top = self._memory.run(batch, compute)
         best, best_logprobs = (
-            np.split(values.cpu().numpy(), np.cumsum(batch.num_loss_tokens)[:-1])
-            for values in (output.ids.int(), output.id_logprobs.float())
+            np.split(array, np.cumsum(batch.num_loss_tokens)[:-1]) for array in top
         )
-        logprobs = unpack_values(output.logprobs.float().cpu().numpy(), samples)
+        logprobs = unpack_values(values, samples)
         return [SampleScores(*parts) for parts in zip(logprobs, best, best_logprobs, strict=True)]
 
     def offload_to(self, folder: Path) -> None:
@@ -226,6 +242,36 @@ def group_by_padded_length(
             indices[part]
             for part in micro_batch_slices([length] * len(indices), max_tokens=max_tokens)
         )
+
+
+def score_in_halves(
+    groups: Sequence[Sequence[int]], score: Callable[[Sequence[int]], T]
+) -> Iterator[tuple[Sequence[int], T]]:
+    """Score micro-batches, and yield each with its scores. One of several paths that does not fit
+    the device is scored in two halves.
+
+    Args:
+        groups: The indices of the paths of each micro-batch.
+        score: Scores such paths in one pass.
+    Raises:
+        OutOfMemory: A path does not fit alone.
+    """
+    left = list(groups)[::-1]
+    while left:
+        group = left.pop()
+        try:
+            scores = score(group)
+        except OutOfMemory as error:
+            if len(group) == 1:
+                raise
+            problem = str(error)  # the error's frames hold tensors
+        else:
+            yield group, scores
+            continue
+        failpoint("scorer.out_of_memory")
+        log.warning("scoring.out_of_memory", num_paths=len(group), error=problem)
+        middle = len(group) // 2
+        left += [group[middle:], group[:middle]]
 
 
 def pack_in_own_rows(

@@ -5,6 +5,7 @@ sharded over several ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -64,9 +65,7 @@ class TorchCritic(ValueTraining):
         self._layout.train(value_batches, calls)
 
     def _score_groups(self, paths: Sequence[TokenSequence]) -> list[list[int]]:
-        return list(
-            group_by_padded_length(paths, max_tokens=self._trainer.max_tokens_per_micro_batch)
-        )
+        return list(group_by_padded_length(paths, max_tokens=self.max_cells))
 
     def _pack_scored(self, samples: Sequence[TokenSequence]) -> PackedBatch:
         batch = pack_in_own_rows(samples, vocab_size=self._model.vocab_size)
@@ -81,5 +80,8 @@ class TorchCritic(ValueTraining):
         )
         with torch.no_grad():
             for batch in passes:
-                values: NDArray[np.float32] = self._model.token_values(batch).float().cpu().numpy()
-                yield values
+                yield self._layout.memory.run(batch, partial(self._compute_values, batch))
+
+    def _compute_values(self, batch: PackedBatch) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = self._model.token_values(batch).float().cpu().numpy()
+        return values

@@ -24,7 +24,7 @@ from relax_events.errors import PoisonSample, RunFailed, StepNotFinite
 from relax_events.events.types import SampleReady
 from relax_events.training.backend.learning_rate import compute_scheduled_learning_rate
 from relax_events.training.backend.protocol import ValueMetrics
-from relax_events.training.backend.scoring import unpack_values
+from relax_events.training.backend.scoring import score_in_halves, unpack_values
 from relax_events.training.backend.step_training import Outputs, StepTraining, StepUpdates
 from relax_events.training.batch.packing import PackedBatch, gather_loss_values, pack_in_passes
 from relax_events.training.batch.paths import count_paths, split_paths
@@ -254,7 +254,21 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
         rounding only.
         """
         paths = split_paths(samples)
-        groups, copies = self._score_groups(paths), self._data_ranks
+        groups, scores = self._score_groups(paths), dict[int, NDArray[np.float32]]()
+        if self._ranks.size > 1:  # which wait for each other in a pass
+            scores = self._score_paths(paths, groups)
+        else:
+            for _, part in score_in_halves(groups, lambda one: self._score_paths(paths, [one])):
+                scores |= part
+        ordered = iter([scores[index] for index in range(len(paths))])
+        counts = count_paths(samples).tolist()
+        return [np.concatenate(list(islice(ordered, number))) for number in counts]
+
+    def _score_paths(
+        self, paths: Sequence[TokenSequence], groups: Sequence[Sequence[int]]
+    ) -> dict[int, NDArray[np.float32]]:
+        """Return the values of the paths of micro-batches by index; collective."""
+        copies = self._data_ranks
         with self._guard("scoring"):
             batches = self._pack_mine([[paths[index] for index in group] for group in groups])
             values_of_rank = list(self._score_all(batches))
@@ -265,9 +279,7 @@ class ValueTraining(StepTraining[ValueBatch, _Update, ValueMetrics]):
             copy_paths = [paths[index] for index in indices]
             copy_values = unpack_values(np.frombuffer(row, np.float32), copy_paths)
             scores |= zip(indices, copy_values, strict=True)
-        ordered = iter([scores[index] for index in range(len(paths))])
-        counts = count_paths(samples).tolist()
-        return [np.concatenate(list(islice(ordered, number))) for number in counts]
+        return scores
 
     def _pack_mine(self, groups: list[list[TokenSequence]]) -> list[PackedBatch]:
         """Pack the micro-batches that this copy scores; collective.

@@ -26,6 +26,7 @@ class BatchOpener:
         discard: Discards what was accumulated in this step.
         set_max_cells: Sets the budget of the model's passes from here on.
         smaller: What fits in a step that ran out of memory before.
+        role: Which trains.
     """
 
     config: RunConfig
@@ -34,6 +35,7 @@ class BatchOpener:
     discard: Callable[[], None]
     set_max_cells: Callable[[int], None]
     smaller: SmallerSteps
+    role: str = "trainer"
 
     @property
     def is_in_rounds(self) -> bool:
@@ -85,4 +87,4 @@ class BatchOpener:
     def _budget(self, version: int, max_cells: int) -> PassBudget:
         budget = self.config.trainer.max_tokens_per_micro_batch
         max_cells = min(max_cells or budget, self.smaller.bounds(version).max_cells or budget)
-        return PassBudget(self.set_max_cells, budget=budget, max_cells=max_cells)
+        return PassBudget(self.set_max_cells, budget=budget, max_cells=max_cells, role=self.role)

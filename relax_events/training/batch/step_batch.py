@@ -43,7 +43,12 @@ class PassBudget:
     """The budget of the passes of a step, which only falls within it."""
 
     def __init__(
-        self, set_max_cells: Callable[[int], None], *, budget: int, max_cells: int = 0
+        self,
+        set_max_cells: Callable[[int], None],
+        *,
+        budget: int,
+        max_cells: int = 0,
+        role: str = "trainer",
     ) -> None:
         """Set the budget.
 
@@ -51,14 +56,18 @@ class PassBudget:
             set_max_cells: Sets it in the backend.
             budget: Of the run file.
             max_cells: Of a recorded step, which had less.
+            role: Which trains.
         """
-        self._set_max_cells, self._budget = set_max_cells, budget
+        self._set_max_cells, self._budget, self._role = set_max_cells, budget, role
         self._max_cells = min(max_cells or budget, budget)
         set_max_cells(self._max_cells)
 
     def report(self, error: OutOfMemory, *, train_step: int) -> None:
         """Log that a pass did not fit, before anything of the step is discarded."""
-        failpoint("trainer.out_of_memory")
+        if self._role == "critic":
+            failpoint("critic.out_of_memory")
+        else:
+            failpoint("trainer.out_of_memory")
         log.warning("step.out_of_memory", train_step=train_step, error=str(error))
 
     def halve(self, num_cells: int) -> None:

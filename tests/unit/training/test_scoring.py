@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from relax_events.errors import PoisonSample, WeightsError
+from relax_events.errors import OutOfMemory, PoisonSample, WeightsError
 from relax_events.packages.examples.tiny_models import make_tiny
+from relax_events.training.backend.policy_model import PolicyModel
 from relax_events.training.backend.scoring import LogprobScorer
 from tests.event_samples import changed
 from tests.unit.trainer_samples import (
@@ -181,3 +182,57 @@ def test_scores_of_single_samples_are_bitwise_equal_in_any_order():
         scores, reversed(scorer(max_tokens=1).score(samples[::-1])), strict=True
     ):
         assert values.tobytes() == again.tobytes()
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Has memory for passes of so many cells; keeps the cells of the passes."""
+    cells, run = [], PolicyModel.token_logprobs
+
+    def run_on_device(model, batch, **settings):
+        cells.append(batch.input_ids.size)
+        if cells[-1] > max_cells[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(model, batch, **settings)
+
+    max_cells = [10_000]
+    monkeypatch.setattr(PolicyModel, "token_logprobs", run_on_device)
+    return max_cells, cells
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_a_pass_that_does_not_fit_is_scored_in_halves(device, num_top):
+    def score():
+        mine = scorer(max_tokens=10_000)
+        if num_top:
+            return [one.id_logprobs for one in mine.score_topk(SAMPLES, num_ids=3, ids_of="model")]
+        return mine.score(SAMPLES)
+
+    max_cells, cells = device
+    expected = score()
+    max_cells[0] = longest = max(-(-len(sample.tokens) // 8) * 8 for sample in SAMPLES)
+    assert max(cells) > longest
+    for values, whole in zip(score(), expected, strict=True):
+        np.testing.assert_allclose(values, whole, rtol=0, atol=1e-5)
+
+
+def test_a_path_that_does_not_fit_alone_is_named(device):
+    max_cells, _ = device
+    max_cells[0] = 16
+    large = [sample for sample in SAMPLES if len(sample.tokens) > max_cells[0]]
+    mine = scorer(max_tokens=10_000)
+    with pytest.raises(OutOfMemory) as error:
+        mine.score(SAMPLES)
+    assert error.value.sample_id in {sample.sample_id for sample in large}
+    assert error.value.num_paths == 1
+    assert "activation_checkpointing" not in str(error.value), "which costs memory only to train"
+    mine.score([sample for sample in SAMPLES if sample not in large])
+
+
+def test_a_path_that_was_scored_before_is_not_to_blame(device):
+    max_cells, _ = device
+    mine = scorer(max_tokens=1)
+    mine.score(SAMPLES)
+    max_cells[0] = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        mine.score(SAMPLES)

@@ -10,12 +10,13 @@ from small_settings import small_run
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
-from relax_events.errors import PoisonSample, RunFailed, WeightsError
+from relax_events.errors import OutOfMemory, PoisonSample, RunFailed, WeightsError
 from relax_events.events.parts import FinishReason
 from relax_events.training.backend.state import TrainerState
 from relax_events.training.backend.torch_critic import TorchCritic
 from relax_events.training.backend.value_model import ValueModel
 from relax_events.training.backend.value_training import compute_explained_variance
+from relax_events.training.batch.paths import longest_path
 from tests.event_samples import changed
 from tests.unit.trainer_samples import make_samples, run_config, tiny_model
 
@@ -173,6 +174,33 @@ def test_steps_equal_a_padded_implementation(value_clip, aggregation):
         mask = np.array(sample.loss_mask, bool)
         np.testing.assert_allclose(values[mask], other.values(sample).detach().numpy(), atol=1e-4)
         assert not values[~mask].any()
+
+
+def test_values_that_do_not_fit_together_are_computed_in_halves(monkeypatch):
+    cells, run, max_cells = [], ValueModel.token_values, [10_000]
+
+    def run_on_device(model, batch):
+        cells.append(batch.input_ids.size)
+        if cells[-1] > max_cells[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(model, batch)
+
+    monkeypatch.setattr(ValueModel, "token_values", run_on_device)
+    mine = critic(trainer={"max_tokens_per_micro_batch": 10_000})
+    train(mine, PARTS[1])
+    cells.clear()
+    expected = mine.score(SAMPLES)
+    max_cells[0] = longest = max(-(-length // 8) * 8 for length in map(longest_path, SAMPLES))
+    assert max(cells) > longest
+    for values, whole in zip(mine.score(SAMPLES), expected, strict=True):
+        np.testing.assert_allclose(values, whole, rtol=0, atol=1e-5)
+    fresh = critic()
+    max_cells[0] = longest - 8
+    with pytest.raises(OutOfMemory, match="a path of sample") as error:
+        fresh.score(SAMPLES)
+    (named,) = [one for one in SAMPLES if one.sample_id == error.value.sample_id]
+    assert longest_path(named) > longest - 8
+    assert error.value.num_cells == longest_path(named), "without padding: longer paths don't fit"
 
 
 def test_values_are_zero_before_the_first_step():

@@ -1,5 +1,5 @@
-"""A version whose weights are lost fails its own prompt groups, which are issued again; samples of
-other versions are evaluated.
+"""A version whose weights are lost fails its own prompt groups, which are issued again, and a sample
+that does not fit the device fails its own; other samples are evaluated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from event_samples import published, rolled_out
 from numpy.typing import NDArray
 
 from relax_events.config import AlgorithmConfig
-from relax_events.errors import WeightsError
+from relax_events.errors import OutOfMemory, WeightsError
 from relax_events.events.parts import Outcome
 from relax_events.events.types import PolicyVersionPublished, SampleEvaluated, SampleRolledOut
 from relax_events.roles.logprob_processor import LogprobScorer
@@ -112,6 +112,42 @@ def test_lost_version_fails_only_its_own_prompt_groups() -> None:
         versions.use(2)
     transport.lost, now[0] = -1, now[0] + 1.0
     assert versions.use(2) == 2, "its objects were restored"
+
+
+def test_a_path_that_does_not_fit_ends_its_prompt_group_by_name() -> None:
+    worker: Any = RecordingWorker()
+
+    class SmallScorer(Scorer):
+        def score(self, samples: Sequence[SampleRolledOut]) -> list[NDArray[np.float32]]:
+            for sample in samples:
+                if sample.prompt_group_id in ("000002-0001-0", "000002-0003-0"):
+                    raise OutOfMemory(
+                        "out of memory: a path of 20000 tokens",
+                        sample_id=sample.sample_id,
+                        num_paths=1,
+                        num_cells=20_000,
+                    )
+            return super().score(samples)
+
+    evaluate = LogprobScorer(
+        worker,
+        SmallScorer(),
+        model_role="actor",
+        topic="actor.logprobs",
+        use_version=lambda one: one,
+    )
+    samples = [
+        rolled_out(f"000002-{number:04d}-0", index, version=2)
+        for number in range(4)
+        for index in range(2)
+    ]
+    reason = "out of memory: a path of 20000 tokens; in the role actor-forward"
+    assert evaluate(samples) == [
+        ("000002-0001-0", Outcome.FAILED, reason, 2),
+        ("000002-0003-0", Outcome.FAILED, reason, 2),
+        *[(f"000002-000{number}-0/{index}", 2) for number in (0, 2) for index in range(2)],
+    ]
+    assert evaluate(samples[2:4]) == [("000002-0001-0", Outcome.FAILED, reason, 2)]
 
 
 @pytest.mark.parametrize(
