@@ -19,15 +19,14 @@ from relax_events.config import RunConfig
 from relax_events.events.parts import Outcome
 from relax_events.staleness import (
     BatchSlot,
-    BatchSupply,
     IssuedGroup,
+    OrderedSupply,
     ReadyGroup,
     ReadyGroups,
+    ReadySupply,
     admitted_steps,
-    build_reissue,
     choose_submissions,
     count_spare_leases,
-    find_unissued_slots,
     is_expired,
     may_load,
     may_submit,
@@ -196,8 +195,9 @@ class StepSimulator:
             order=schedule.sample_order, prompts_per_step=schedule.prompts_per_step
         )
         self._in_order = schedule.sample_order == "fifo"
-        self._supply = BatchSupply(prompts_per_step=schedule.prompts_per_step, first_step=0)
-        self._num_trained = self._version = self._next_step = 0
+        supply = OrderedSupply if self._in_order else ReadySupply
+        self._supply = supply(prompts_per_step=schedule.prompts_per_step, first_step=0)
+        self._num_trained = self._version = 0
         self._taken: list[BatchSlot] = []
         self._trainer_busy = False
         self._forward_free = 0.0
@@ -233,21 +233,13 @@ class StepSimulator:
         steps = admitted_steps(
             version, max_staleness=schedule.max_staleness, num_steps=schedule.num_steps
         )
+        for slot in self._taken:
+            self._supply.train(slot, trainer_version=version - 1)
+        self._taken = []
         if self._in_order:
-            for slot in self._taken:
-                self._supply.train(slot)
-            self._taken = []
             self._drop_leftover(version)
-            for step in range(version, steps.stop):
-                self._fill(step)
-        else:
-            slots = find_unissued_slots(
-                (),
-                steps=range(self._next_step, steps.stop),
-                prompts_per_step=schedule.prompts_per_step,
-            )
-            self._issue([IssuedGroup(slot, 0, 0) for slot in slots], num_generations=1)
-        self._next_step = max(self._next_step, steps.stop)
+        for step in range(self._supply.first_step, steps.stop):
+            self._fill(step)
         for group in list(self._ready.values()):
             self._expire(group)
         for engine in self._engines:
@@ -433,13 +425,9 @@ class StepSimulator:
             self._ready_groups.apply((), (), [(group.train_step, group.group_index)])
             if group.train_step < self._version:
                 return
-            self._supply.end(issued, outcome)
-        if self._in_order and outcome is not Outcome.EXPIRED:
-            replacements = self._supply.find_replacements(issued, uses_spares=True)
-            again = [IssuedGroup(slot, attempt, 0) for slot, attempt in replacements]
-        else:
-            successor = build_reissue(issued, outcome=outcome, next_row=0)
-            again = [successor] if successor is not None else []
+        self._supply.end(issued, outcome)
+        replacements = self._supply.find_replacements(issued, outcome, uses_spares=True)
+        again = [IssuedGroup(slot, attempt, 0) for slot, attempt in replacements]
         self._issue(again, num_generations=num_generations)
         self._dispatch()
         self._train()

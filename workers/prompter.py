@@ -25,7 +25,6 @@ A run has one prompter: a second one takes over, and continues behind what the f
 
 from __future__ import annotations
 
-import heapq
 import queue
 import time
 from collections import Counter
@@ -70,7 +69,6 @@ from relax_events.roles.prompter_state import (
     MAX_SUMMARY_REWARDS,
     build_summary,
     read_newest_summary,
-    restore_supply,
     saved_groups,
     saved_positions,
     saved_rewards,
@@ -82,9 +80,9 @@ from relax_events.staleness import (
     BatchSlot,
     BatchSupply,
     IssuedGroup,
+    OrderedSupply,
+    ReadySupply,
     admitted_steps,
-    build_reissue,
-    find_unissued_slots,
 )
 from relax_events.telemetry.traces import TracedWork
 from relax_events.topics.names import GROUP_OUTCOMES, HEARTBEATS, PROMPT_GROUPS
@@ -148,26 +146,23 @@ class PrompterLoop:
         self._messages_of = read_messages
         self._inbox: queue.SimpleQueue[tuple[Event | None, int]] = queue.SimpleQueue()
         self._in_flight: dict[str, IssuedGroup] = {}
-        self._issued_slots: set[BatchSlot] = set()
         run = self._config.run
-        self._supply = (
-            BatchSupply(
-                prompts_per_step=run.prompts_per_step,
-                first_step=self._config.first_version,
+        size, first_step = run.prompts_per_step, self._config.first_version
+        self._supply: BatchSupply = (
+            OrderedSupply(
+                prompts_per_step=size,
+                first_step=first_step,
                 returns_filtered=run.max_staleness == 0,
             )
             if run.sample_order == "fifo"
-            else None
+            else ReadySupply(prompts_per_step=size, first_step=first_step)
         )
-        self._open_step = self._config.first_version
-        """First step that was not trained when this process started."""
         self._published, self._takes_spares = -1, False
         self._early_ends: list[PromptGroupEnded] = []
         """Outcomes that came before the first policy version."""
         self._next_step = self._summed_step = self._config.first_version
         self._ends_position = 0
         self._needs_history = needs_history(self._config.data)
-        self._trained: Counter[int] = Counter()
         self._sampler = PromptSampler(
             stream,
             filters,
@@ -229,8 +224,9 @@ class PrompterLoop:
         self._queue.claim(summary or self._summarise({}))
         failpoint("prompter.after_claim")
         begins = {} if summary is None else saved_positions(summary, plan)
+        is_restored = False
         if summary is not None:
-            self._restore_summary(summary)
+            is_restored = self._restore_summary(summary)
             self._ends_position = begins.get((plan.topic(ENDS), 0), 0)
         self._recover_issued(
             reader,
@@ -241,8 +237,8 @@ class PrompterLoop:
         )
         # Read after the queue: a prompt group may be purged from it while it is read, and its
         # outcome was written before.
-        is_known = summary is not None and (self._supply is None or summary.open_step >= 0)
-        self._recover_trained(reader, self._ends_position if is_known else 0)
+        first_end = self._ends_position if is_restored else 0
+        self._supply.recover(self._read_trained(reader, first_end))
         reader.close()
         if self._in_flight or summary is not None:
             log.info(
@@ -270,34 +266,25 @@ class PrompterLoop:
                 left = (row for offset, row in read if offset >= low)
                 self._sampler.skip_to_block(next(left, read[-1][1]))
 
-    def _recover_trained(self, reader: LogReader, begin: int) -> None:
-        """Read the outcomes: a trained batch slot was issued, also where its record is purged."""
+    def _read_trained(self, reader: LogReader, begin: int) -> Iterator[tuple[BatchSlot, bool]]:
+        """Yield the trained batch slots, and whether the summary has them: such a slot was issued,
+        also where its record is purged.
+        """
         outcomes = (self._worker.plan.topic(ENDS), 0)
-        size = self._config.run.prompts_per_step
-        trained = BatchSupply(
-            prompts_per_step=size,
-            first_step=self._supply.open_step if self._supply else self._next_step,
-        )
         for record in reader.stream({outcomes: (begin, reader.watermarks(*outcomes)[1])}):
             event = self._queue.decode(record)
             if isinstance(event, PromptGroupEnded) and event.outcome is Outcome.TRAINED:
                 slot = BatchSlot(event.train_step, event.group_index)
-                trained.train(slot)
-                if self._supply is None:
-                    self._issued_slots.add(slot)
-                elif record.offset < self._ends_position:
-                    self._supply.train(slot)
-        self._open_step = trained.open_step
+                yield slot, record.offset < self._ends_position
 
-    def _restore_summary(self, summary: PrompterStateSaved) -> None:
+    def _restore_summary(self, summary: PrompterStateSaved) -> bool:
+        """Return whether earlier outcomes are not needed."""
         self._next_step = self._summed_step = summary.next_step
         self._sampler.resume_at(summary.next_row, summary.later_rows)
         self._in_flight = saved_groups(summary)
-        if self._supply is not None:
-            restore_supply(self._supply, summary)
-        self._trained.update({int(step): count for step, count in summary.num_trained.items()})
         for row, reward in saved_rewards(summary):
             self._sampler.history.add(row, reward)
+        return self._supply.restore(summary)
 
     def _write_summary(self) -> None:
         """Write a summary periodically, so that the cost of a restart does not grow with the run.
@@ -305,9 +292,8 @@ class PrompterLoop:
         All prompt groups issued so far are acknowledged, and all outcomes up to the written offset
         are applied.
         """
-        if self._next_step < self._summed_step + SUMMARY_STEPS or (
-            self._supply is not None and not self._supply.is_between_steps
-        ):
+        is_due = self._next_step >= self._summed_step + SUMMARY_STEPS
+        if not is_due or not self._supply.is_between_steps:
             return
         self._summed_step = self._next_step
         num_earned = sum(1 for _ in self._sampler.history.entries())
@@ -326,7 +312,6 @@ class PrompterLoop:
             positions=positions,
             next_step=self._next_step,
             in_flight=self._in_flight,
-            num_trained=self._trained,
             supply=self._supply,
             rewards=list(self._sampler.history.entries()),
         )
@@ -347,10 +332,7 @@ class PrompterLoop:
 
     def _remember(self, group: IssuedGroup, skipped_rows: Iterable[int]) -> None:
         self._in_flight[group.prompt_group_id] = group
-        if self._supply is None:
-            self._issued_slots.add(group.slot)
-        else:
-            self._supply.add(group)
+        self._supply.add(group)
         for row in (group.row, *skipped_rows):
             self._sampler.mark_used(row)
 
@@ -405,64 +387,39 @@ class PrompterLoop:
             self._apply_end(ended)
 
     def _apply_trained(self, event: PromptGroupEnded) -> None:
-        if self._supply is None:
-            self._count_trained(event.trainer_version)
-        elif self._supply.train(BatchSlot(event.train_step, event.group_index)):
-            open_step = self._supply.open_step
-            self._in_flight = {
-                name: group
-                for name, group in self._in_flight.items()
-                if group.slot.train_step >= open_step
-            }
-            self._choose_admitted(open_step if self._needs_history else self._published)
-
-    def _count_trained(self, train_step: int) -> None:
-        if not self._needs_history:
+        slot = BatchSlot(event.train_step, event.group_index)
+        version = self._supply.train(slot, trainer_version=event.trainer_version)
+        if version is None:
             return
-        self._trained[train_step] += 1
-        if self._trained[train_step] == self._config.run.prompts_per_step:
-            del self._trained[train_step]
-            self._choose_admitted(train_step + 1)
+        self._in_flight = {
+            name: group
+            for name, group in self._in_flight.items()
+            if group.slot.train_step >= self._supply.open_step
+        }
+        self._choose_admitted(version if self._needs_history else self._published)
 
     def _choose_admitted(self, published_version: int) -> None:
         """Choose a prompt group for every empty batch slot of the admitted steps. With spares, a
         step waits for the outcomes of the one that made its oldest allowed version.
         """
-        run = self._config.run
-        if self._supply is not None and self._takes_spares:
-            published_version = min(published_version, self._supply.open_step)
-        steps = admitted_steps(
-            published_version, max_staleness=run.max_staleness, num_steps=run.num_steps
-        )
-        groups = self._select([(slot, 0) for slot in self._find_empty_slots(steps)], steps)
-        self._choose(groups)
-        self._next_step = max(self._next_step, steps.stop)
-        self._issued_slots = {
-            slot for slot in self._issued_slots if slot.train_step >= self._next_step
-        }
-
-    def _find_empty_slots(self, steps: range) -> list[BatchSlot]:
-        if self._supply is None:
-            return find_unissued_slots(
-                self._issued_slots,
-                steps=range(self._next_step, steps.stop),
-                prompts_per_step=self._config.run.prompts_per_step,
-            )
-        return [
-            slot
-            for step in range(max(self._supply.open_step, self._open_step), steps.stop)
-            for slot in self._supply.find_empty_slots(step, uses_spares=self._takes_spares)
+        run, uses_spares = self._config.run, self._takes_spares
+        version = self._supply.bound_version(published_version, uses_spares=uses_spares)
+        steps = admitted_steps(version, max_staleness=run.max_staleness, num_steps=run.num_steps)
+        slots = [
+            (slot, 0)
+            for step in range(self._supply.first_step, steps.stop)
+            for slot in self._supply.find_empty_slots(step, uses_spares=uses_spares)
         ]
+        self._choose(self._select(slots, steps))
+        self._next_step = max(self._next_step, steps.stop)
 
     def _select(
         self, slots: Sequence[tuple[BatchSlot, int]], steps: range, *, instead_of: str = ""
     ) -> list[DueGroup]:
         """Give each batch slot and attempt a row: first those of spares that were not trained."""
         returned = []
-        if self._supply is not None:
-            for row in heapq.nsmallest(len(slots), self._supply.returned_rows):
-                self._supply.returned_rows.remove(row)
-                returned += [SelectedRow(row)] if self._is_readable(row) else []
+        for row in self._supply.take_returned_rows(len(slots)):
+            returned += [SelectedRow(row)] if self._is_readable(row) else []
         new = self._sampler.next_rows(len(slots) - len(returned), train_step=max(steps.stop - 1, 0))
         return [
             DueGroup(IssuedGroup(slot, attempt, choice.row), choice, instead_of=instead_of)
@@ -470,27 +427,22 @@ class PrompterLoop:
         ]
 
     def _choose_successors(self, ended: IssuedGroup, outcome: Outcome) -> None:
-        """Choose what replaces an untrained prompt group, unless its step has its batch."""
-        step, former = ended.slot.train_step, ended.prompt_group_id
-        if self._supply is not None:
-            self._supply.end(ended, outcome)
-            if step < max(self._supply.open_step, self._open_step):
-                return
-        if self._supply is not None and outcome is not Outcome.EXPIRED:
-            slots = self._supply.find_replacements(ended, uses_spares=self._takes_spares)
-        else:
-            again = build_reissue(ended, outcome=outcome, next_row=-1)
-            slots = [(again.slot, again.attempt)] if again is not None else []
+        """Choose what replaces an untrained prompt group."""
+        former = ended.prompt_group_id
+        self._supply.end(ended, outcome)
         slots = [
             (slot, attempt)
-            for slot, attempt in slots
+            for slot, attempt in self._supply.find_replacements(
+                ended, outcome, uses_spares=self._takes_spares
+            )
             if IssuedGroup(slot, attempt, -1).prompt_group_id not in self._in_flight
         ]
         if slots and outcome is Outcome.EXPIRED and self._is_readable(ended.row):
             again = replace(ended, attempt=ended.attempt + 1)
             self._choose([DueGroup(again, SelectedRow(ended.row), instead_of=former)])
         else:
-            self._choose(self._select(slots, range(step + 1), instead_of=former))
+            steps = range(ended.slot.train_step + 1)
+            self._choose(self._select(slots, steps, instead_of=former))
 
     def _choose(self, due: Iterable[DueGroup]) -> None:
         """Note prompt groups as due. They count as issued from now on: if they are not, this

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 
 from relax_events.data.prompt_sampler import PromptSampler
 from relax_events.data.stream import DatasetRow
 from relax_events.errors import CorruptRecord, SchemaError
-from relax_events.events.parts import Outcome, TopicOffset
+from relax_events.events.parts import TopicOffset
 from relax_events.events.types import PrompterStateSaved
 from relax_events.kafka.log_reader import LogReader
 from relax_events.runtime.worker import Worker
@@ -48,23 +47,7 @@ def saved_positions(summary: PrompterStateSaved, plan: TopicPlan) -> dict[tuple[
 
 def saved_groups(summary: PrompterStateSaved) -> dict[str, IssuedGroup]:
     """Return the prompt groups that were in flight, by id."""
-    return _parse_groups(summary.in_flight)
-
-
-def _parse_groups(rows: Mapping[str, int]) -> dict[str, IssuedGroup]:
-    return {name: replace(IssuedGroup.parse(name), row=row) for name, row in rows.items()}
-
-
-def restore_supply(supply: BatchSupply, summary: PrompterStateSaved) -> None:
-    """Restore the batch slots of the steps that were not trained."""
-    supply.open_step = max(supply.open_step, summary.open_step)
-    supply.slots_used.extend(summary.slots_used)
-    for group in saved_groups(summary).values():
-        supply.add(group)
-    for group in _parse_groups(summary.ended).values():
-        supply.add(group)
-        supply.end(group, Outcome.FILTERED)
-    supply.returned_rows |= set(summary.returned_rows)
+    return {name: IssuedGroup.parse(name, row=row) for name, row in summary.in_flight.items()}
 
 
 def saved_rewards(summary: PrompterStateSaved) -> Iterator[tuple[DatasetRow, float]]:
@@ -83,8 +66,7 @@ def build_summary(
     positions: Mapping[tuple[str, int], int],
     next_step: int,
     in_flight: Mapping[str, IssuedGroup],
-    num_trained: Mapping[int, int],
-    supply: BatchSupply | None,
+    supply: BatchSupply,
     rewards: Sequence[tuple[DatasetRow, float]],
 ) -> PrompterStateSaved:
     """Return a summary as an event.
@@ -94,9 +76,7 @@ def build_summary(
         positions: Offsets, by topic and partition, up to which the state includes the log.
         next_step: First train step that is not admitted.
         in_flight: Prompt groups without an outcome, by id.
-        num_trained: Trained prompt groups of the steps that are not complete.
-        supply: The batch slots of the steps that are not trained; None where prompt groups may be
-            trained out of their order.
+        supply: The batch slots of the steps that are not trained.
         rewards: Mean rewards of the sampler's history.
     """
     return PrompterStateSaved(
@@ -108,11 +88,11 @@ def build_summary(
         next_row=sampler.floor,
         later_rows=sampler.later_rows,
         in_flight={name: group.row for name, group in in_flight.items()},
-        num_trained={str(step): count for step, count in num_trained.items()},
-        open_step=-1 if supply is None else supply.open_step,
-        ended={} if supply is None else supply.ended,
-        returned_rows=[] if supply is None else sorted(supply.returned_rows),
-        slots_used=[] if supply is None else list(supply.slots_used),
+        num_trained={str(step): count for step, count in supply.num_trained.items()},
+        open_step=supply.open_step,
+        ended=supply.ended,
+        returned_rows=sorted(supply.returned_rows),
+        slots_used=list(supply.slots_used),
         reward_history_rows=np.array(
             [(row.dataset, row.index) for row, _ in rewards], np.int64
         ).reshape(-1, 2),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 from relax_events.errors import CorruptRecord
 from relax_events.events.parts import Outcome
-from relax_events.events.types import PromptGroupEnded
+from relax_events.events.types import PrompterStateSaved, PromptGroupEnded
 
 ID_PATTERN = re.compile("([0-9]{6,12})-([0-9]{4,12})-([0-9]{1,12})")
 NUM_REMEMBERED_IDS = 1024
@@ -53,13 +56,14 @@ class IssuedGroup:
         return f"{self.slot.train_step:06d}-{self.slot.group_index:04d}-{self.attempt}"
 
     @classmethod
-    def parse(cls, prompt_group_id: str) -> IssuedGroup:
-        """Parse batch slot and attempt from an id, which does not contain the row: it becomes -1.
+    def parse(cls, prompt_group_id: str, *, row: int = -1) -> IssuedGroup:
+        """Parse batch slot and attempt from an id, which does not contain the row.
 
         Raises:
             CorruptRecord: The text is not a prompt group id.
         """
-        return _parse(prompt_group_id)
+        group = _parse(prompt_group_id)
+        return group if row == group.row else replace(group, row=row)
 
 
 @lru_cache(maxsize=NUM_REMEMBERED_IDS)
@@ -123,34 +127,6 @@ def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int
     return range(
         0 if published_version < 0 else min(published_version + max_staleness + 1, num_steps)
     )
-
-
-def find_unissued_slots(
-    issued: Iterable[BatchSlot], *, steps: range, prompts_per_step: int
-) -> list[BatchSlot]:
-    """Return the batch slots of the admitted steps for which no prompt group was ever issued, in
-    order.
-    """
-    used = set(issued)
-    return [
-        slot
-        for step in steps
-        for index in range(prompts_per_step)
-        if (slot := BatchSlot(step, index)) not in used
-    ]
-
-
-def build_reissue(ended: IssuedGroup, *, outcome: Outcome, next_row: int) -> IssuedGroup | None:
-    """Return the next attempt for the batch slot of an untrained prompt group, or None if it was
-    trained.
-
-    An expired prompt group is issued again with the same prompt, so that slow prompts are not
-    selected against. After a filtered or failed one, the slot gets the next prompt of the stream.
-    """
-    if outcome is Outcome.TRAINED:
-        return None
-    row = ended.row if outcome is Outcome.EXPIRED else next_row
-    return IssuedGroup(ended.slot, ended.attempt + 1, row)
 
 
 def count_missing(
@@ -245,12 +221,155 @@ class _StepSlots:
         )
 
 
-class BatchSupply:
-    """The batch slots of the train steps that are not trained yet, under the order `fifo`.
+class BatchSupply(ABC):
+    """The batch slots for which the prompter issues prompt groups. Issued prompt groups and
+    outcomes go in; what it returns to be issued is added before it is asked again.
+    """
 
-    A step trains the first `prompts_per_step` prompt groups that can be trained, by their index.
+    first_step: int
+    """First step for which prompt groups may have to be issued."""
+    open_step: int = -1
+    """First step whose batch is not trained; -1 where a step may train prompt groups that were
+    issued for any other."""
+    slots_used: Sequence[int] = ()
+    """Batch slots that each of the newest complete steps took, without unused spares."""
+    returned_rows: Collection[int] = frozenset()
+    """Rows that are to be issued again first."""
+    num_trained: Mapping[int, int] = MappingProxyType({})
+    """Number of trained prompt groups of each step that is not complete."""
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether of each step the outcomes of all trained prompt groups were applied, or none;
+        True where it does not matter.
+        """
+        return True
+
+    @property
+    def ended(self) -> dict[str, int]:
+        """Rows of the prompt groups of open steps that were filtered or failed, by id."""
+        return {}
+
+    @abstractmethod
+    def restore(self, summary: PrompterStateSaved) -> bool:
+        """Continue from a summary; return whether it has all that earlier outcomes say."""
+
+    @abstractmethod
+    def recover(self, trained: Iterable[tuple[BatchSlot, bool]]) -> None:
+        """Apply the batch slots that were trained before this process started, and whether their
+        outcomes were applied before the summary was written.
+        """
+
+    @abstractmethod
+    def add(self, group: IssuedGroup) -> None:
+        """Add a prompt group that was issued, or is about to be."""
+
+    @abstractmethod
+    def end(self, group: IssuedGroup, outcome: Outcome) -> None:
+        """Apply the outcome of an untrained prompt group."""
+
+    @abstractmethod
+    def train(self, slot: BatchSlot, *, trainer_version: int) -> int | None:
+        """Apply that the step at `trainer_version` trained the prompt group of a batch slot; return
+        the version that the step makes once it is complete.
+        """
+
+    def take_returned_rows(self, count: int) -> list[int]:
+        """Remove and return at most `count` returned rows, lowest first."""
+        return []
+
+    @abstractmethod
+    def bound_version(self, published: int, *, uses_spares: bool) -> int:
+        """Return the version by which steps are admitted: at most the newest published one."""
+
+    @abstractmethod
+    def find_empty_slots(self, step: int, *, uses_spares: bool) -> list[BatchSlot]:
+        """Return the batch slots for which a prompt group is to be issued now, in order: those that
+        a step lacks, and the ones that a crash left out.
+
+        Args:
+            step: An admitted train step, at least `first_step`.
+            uses_spares: Whether the trainer takes prompt groups of spare slots.
+        """
+
+    @abstractmethod
+    def find_replacements(
+        self, ended: IssuedGroup, outcome: Outcome, *, uses_spares: bool
+    ) -> list[tuple[BatchSlot, int]]:
+        """Return batch slots and attempts to issue for an untrained prompt group. An expired one is
+        replaced in its slot, so that its prompt is not selected against.
+        """
+
+
+class ReadySupply(BatchSupply):
+    """Under the order `ready_first`: each step has `prompts_per_step` batch slots, and a prompt
+    group is replaced in its own until any step has trained one.
+    """
+
+    def __init__(self, *, prompts_per_step: int, first_step: int) -> None:
+        """Start with no step issued; `first_step` is the run's first one."""
+        self._size, self.first_step = prompts_per_step, first_step
+        self._issued: dict[int, set[int]] = {}
+        """Issued indexes of the steps that are not wholly issued."""
+        self.num_trained: Counter[int] = Counter()
+
+    def restore(self, summary: PrompterStateSaved) -> bool:
+        """Continue behind the steps that the summary's prompter has issued."""
+        self.first_step = max(self.first_step, summary.next_step)
+        self.num_trained.update({int(step): count for step, count in summary.num_trained.items()})
+        return True
+
+    def recover(self, trained: Iterable[tuple[BatchSlot, bool]]) -> None:
+        """Count trained batch slots as issued, also those whose records are purged."""
+        for slot, _ in trained:
+            self._add_slot(slot)
+
+    def add(self, group: IssuedGroup) -> None:
+        """Count a prompt group's batch slot as issued."""
+        self._add_slot(group.slot)
+
+    def _add_slot(self, slot: BatchSlot) -> None:
+        if slot.train_step < self.first_step or slot.group_index >= self._size:
+            return
+        self._issued.setdefault(slot.train_step, set()).add(slot.group_index)
+        while len(self._issued.get(self.first_step, ())) == self._size:
+            del self._issued[self.first_step]
+            self.first_step += 1
+
+    def end(self, group: IssuedGroup, outcome: Outcome) -> None:
+        """Do nothing: a batch slot stays issued."""
+
+    def train(self, slot: BatchSlot, *, trainer_version: int) -> int | None:
+        """Count the prompt groups of the step that trains."""
+        self.num_trained[trainer_version] += 1
+        if self.num_trained[trainer_version] < self._size:
+            return None
+        del self.num_trained[trainer_version]
+        return trainer_version + 1
+
+    def bound_version(self, published: int, *, uses_spares: bool) -> int:
+        """Return the newest published version."""
+        return published
+
+    def find_empty_slots(self, step: int, *, uses_spares: bool) -> list[BatchSlot]:
+        """Return the batch slots for which no prompt group was issued, in order."""
+        issued = self._issued.get(step, set())
+        return [BatchSlot(step, index) for index in range(self._size) if index not in issued]
+
+    def find_replacements(
+        self, ended: IssuedGroup, outcome: Outcome, *, uses_spares: bool
+    ) -> list[tuple[BatchSlot, int]]:
+        """Return the prompt group's own batch slot."""
+        return [(ended.slot, ended.attempt + 1)]
+
+
+class OrderedSupply(BatchSupply):
+    """Under the order `fifo`: a step trains the first `prompts_per_step` prompt groups that can be
+    trained, by their index.
+
     Indexes are issued without a gap, and a prompt group that can't be trained is replaced at the
-    next index. Rows behind the last trained index are issued again, for a later step.
+    next index. Rows behind the last trained index are issued again, for a later step. After a
+    restart steps may be trained whose outcomes are not applied yet: `first_step` lies behind them.
     """
 
     def __init__(
@@ -266,15 +385,37 @@ class BatchSupply:
                 were issued ahead.
         """
         self._size, self._returns_filtered = prompts_per_step, returns_filtered
-        self.open_step = first_step
-        """First step whose batch is not trained."""
+        self.first_step = self.open_step = first_step
         self._steps: dict[int, _StepSlots] = {}
         self._newest_slot: dict[int, BatchSlot] = {}
         """Of the rows of those steps."""
         num_steps = max(MIN_RATIO_STEPS, -(-MIN_RATIO_GROUPS // prompts_per_step))
         self.slots_used: deque[int] = deque(maxlen=num_steps)
-        """Batch slots that each of the newest complete steps took, without unused spares."""
         self.returned_rows: set[int] = set()
+
+    def restore(self, summary: PrompterStateSaved) -> bool:
+        """Continue with the batch slots of open steps; a summary of an older release has none."""
+        is_complete = summary.open_step >= self.open_step
+        self.open_step = max(self.open_step, summary.open_step)
+        self.first_step = self.open_step
+        self.slots_used.extend(summary.slots_used)
+        for name, row in summary.in_flight.items():
+            self.add(IssuedGroup.parse(name, row=row))
+        for name, row in summary.ended.items():
+            group = IssuedGroup.parse(name, row=row)
+            self.add(group)
+            self.end(group, Outcome.FILTERED)
+        self.returned_rows |= set(summary.returned_rows)
+        return is_complete
+
+    def recover(self, trained: Iterable[tuple[BatchSlot, bool]]) -> None:
+        """Count on from the summary, and find the first step that is not trained."""
+        newest = OrderedSupply(prompts_per_step=self._size, first_step=self.open_step)
+        for slot, is_applied in trained:
+            newest.train(slot, trainer_version=slot.train_step)
+            if is_applied:
+                self.train(slot, trainer_version=slot.train_step)
+        self.first_step = max(self.first_step, newest.open_step)
 
     @property
     def pass_ratio(self) -> float:
@@ -298,7 +439,7 @@ class BatchSupply:
         }
 
     def add(self, group: IssuedGroup) -> None:
-        """Add a prompt group that was issued, or is about to be."""
+        """Add a prompt group, and give its row no other batch slot."""
         self.returned_rows.discard(group.row)
         if group.slot.train_step >= self.open_step:
             self._steps.setdefault(group.slot.train_step, _StepSlots()).add(group)
@@ -306,26 +447,25 @@ class BatchSupply:
             self._newest_slot[group.row] = max(former, group.slot)
 
     def end(self, group: IssuedGroup, outcome: Outcome) -> None:
-        """Apply the outcome of an untrained prompt group."""
+        """Apply the outcome of an untrained prompt group, unless its slot has a later attempt."""
         if (slots := self._steps.get(group.slot.train_step)) is not None:
             slots.end(group, outcome)
 
-    def train(self, slot: BatchSlot) -> bool:
-        """Apply that the prompt group of a batch slot was trained; return whether its step is
-        complete now.
-        """
+    def train(self, slot: BatchSlot, *, trainer_version: int) -> int | None:
+        """Close the step, and those before, once `prompts_per_step` are trained."""
         if slot.train_step < self.open_step:
-            return False
+            return None
         trained = self._steps.setdefault(slot.train_step, _StepSlots()).trained
         trained.add(slot.group_index)
         if len(trained) < self._size:
-            return False
+            return None
         self.slots_used.append(max(trained) + 1)
         for step in range(self.open_step, slot.train_step + 1):
             for state in self._steps.pop(step, _StepSlots()).states.values():
                 self._forget(state, last_index=max(trained))
         self.open_step = slot.train_step + 1
-        return True
+        self.first_step = max(self.first_step, self.open_step)
+        return self.open_step
 
     def _forget(self, state: _SlotState, *, last_index: int) -> None:
         """Drop a batch slot of a complete step; its row is to be issued again if it is behind the
@@ -339,14 +479,20 @@ class BatchSupply:
         if group.slot.group_index > last_index and (self._returns_filtered or not is_final):
             self.returned_rows.add(group.row)
 
-    def find_empty_slots(self, step: int, *, uses_spares: bool) -> list[BatchSlot]:
-        """Return the batch slots for which a prompt group is to be issued now, in order: those that
-        a step lacks, and the ones that a crash left out.
+    def take_returned_rows(self, count: int) -> list[int]:
+        """Remove and return at most `count` returned rows, lowest first."""
+        rows = heapq.nsmallest(count, self.returned_rows)
+        self.returned_rows.difference_update(rows)
+        return rows
 
-        Args:
-            step: An admitted train step that is not complete.
-            uses_spares: Whether the trainer takes prompt groups of spare slots.
+    def bound_version(self, published: int, *, uses_spares: bool) -> int:
+        """Return the version of which all outcomes were applied, for spares: how many a step needs
+        follows from them.
         """
+        return min(published, self.open_step) if uses_spares else published
+
+    def find_empty_slots(self, step: int, *, uses_spares: bool) -> list[BatchSlot]:
+        """Return the slots that a step lacks to get its batch, in order; see the base class."""
         slots = self._steps.get(step) or _StepSlots()
         stop = self._size
         if uses_spares:
@@ -359,13 +505,15 @@ class BatchSupply:
         ]
 
     def find_replacements(
-        self, ended: IssuedGroup, *, uses_spares: bool
+        self, ended: IssuedGroup, outcome: Outcome, *, uses_spares: bool
     ) -> list[tuple[BatchSlot, int]]:
-        """Return batch slots and attempts to issue for a prompt group of an open step that was
-        filtered or failed. Where no slot is left, its own is used again.
+        """Return none for a step that has its batch. Where no slot is left, a filtered or failed
+        prompt group is replaced in its own, too.
         """
         again, slots = (ended.slot, ended.attempt + 1), self._steps.get(ended.slot.train_step)
-        if not uses_spares or slots is None:
+        if ended.slot.train_step < self.first_step:
+            return []
+        if outcome is Outcome.EXPIRED or not uses_spares or slots is None:
             return [again]
         if empty := self.find_empty_slots(ended.slot.train_step, uses_spares=True):
             return [(slot, ended.attempt + 1) for slot in empty]

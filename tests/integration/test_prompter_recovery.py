@@ -54,6 +54,30 @@ def write_rows(folder: Path, num_rows: int) -> str:
     return f"jsonl:{path}"
 
 
+OpenRun = Callable[..., tuple[RunConfig, TopicPlan]]
+
+
+@pytest.fixture
+def open_run(apply_run: Callable[..., RunConfig], tmp_path: Path) -> OpenRun:
+    """Apply a run with the given numbers of prompts per step, train steps and rows."""
+
+    def open_one(
+        *, num_prompts: int, num_steps: int, num_rows: int, max_staleness: int = 0
+    ) -> tuple[RunConfig, TopicPlan]:
+        config = apply_run(
+            run={
+                "prompts_per_step": num_prompts,
+                "samples_per_prompt": 2,
+                "num_steps": num_steps,
+                "max_staleness": max_staleness,
+            },
+            data={"source": write_rows(tmp_path, num_rows)},
+        )
+        return config, TopicPlan.from_config(config)
+
+    return open_one
+
+
 def write_queue(
     producer: RecordProducer, plan: TopicPlan, groups: Iterable[PromptGroupIssued]
 ) -> None:
@@ -125,16 +149,11 @@ def test_external_prompt_groups_use_no_batch_slots_and_no_rows(
 
 
 def test_rows_of_lost_records_are_issued_before_new_ones(
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     producer: RecordProducer,
     connection: Connection,
-    tmp_path: Path,
 ) -> None:
-    config = apply_run(
-        run={"prompts_per_step": 4, "samples_per_prompt": 2, "num_steps": 2, "max_staleness": 0},
-        data={"source": write_rows(tmp_path, 20)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=4, num_steps=2, num_rows=20)
     # Of the first step's prompt groups two were written when the prompter died; row 2 had been
     # passed over, rows 0 and 1 are lost.
     written = [
@@ -161,17 +180,12 @@ def test_rows_of_lost_records_are_issued_before_new_ones(
 def test_rows_of_purged_records_are_not_issued_again(
     is_read: bool,
     monkeypatch: pytest.MonkeyPatch,
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     producer: RecordProducer,
     connection: Connection,
     admin: Admin,
-    tmp_path: Path,
 ) -> None:
-    config = apply_run(
-        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 3, "max_staleness": 0},
-        data={"source": write_rows(tmp_path, 20)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=2, num_steps=3, num_rows=20)
     written = [
         replace(
             issued(f"00000{step}-000{index}-0", row=2 * step + index),
@@ -359,15 +373,10 @@ def test_prompt_groups_that_ended_together_are_issued_again_at_once(
 
 
 def test_second_prompter_takes_over_and_issues_nothing_again(
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     connection: Connection,
-    tmp_path: Path,
 ) -> None:
-    config = apply_run(
-        run={"prompts_per_step": 4, "samples_per_prompt": 2, "num_steps": 4, "max_staleness": 0},
-        data={"source": write_rows(tmp_path, 20)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=4, num_steps=4, num_rows=20)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
     with ExitStack() as stack:
         workers = [
@@ -410,16 +419,11 @@ HALF_FILTERED = [
 
 
 def test_restarted_prompter_issues_ahead_what_the_last_steps_needed(
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     producer: RecordProducer,
     connection: Connection,
-    tmp_path: Path,
 ) -> None:
-    config = apply_run(
-        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 2, "max_staleness": 0},
-        data={"source": write_rows(tmp_path, 20)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=2, num_steps=2, num_rows=20)
     names = [
         "000000-0000-0",
         "000000-0001-0",
@@ -439,16 +443,11 @@ def test_restarted_prompter_issues_ahead_what_the_last_steps_needed(
 
 
 def test_batch_slot_that_a_crash_left_out_between_spares_is_issued(
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     producer: RecordProducer,
     connection: Connection,
-    tmp_path: Path,
 ) -> None:
-    config = apply_run(
-        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1, "max_staleness": 0},
-        data={"source": write_rows(tmp_path, 20)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=2, num_steps=1, num_rows=20)
     names = {0: "000000-0000-0", 1: "000000-0001-0", 3: "000000-0003-1", 4: "000000-0004-1"}
     write_queue(producer, plan, [issued(name, row=row) for row, name in names.items()])
     write_ends(producer, plan, [group_end("000000-0001-0", Outcome.FILTERED)])
@@ -460,16 +459,11 @@ def test_batch_slot_that_a_crash_left_out_between_spares_is_issued(
 
 
 def test_filtered_prompt_group_is_replaced_in_its_slot_for_a_trainer_without_spares(
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     producer: RecordProducer,
     connection: Connection,
-    tmp_path: Path,
 ) -> None:
-    config = apply_run(
-        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 1, "max_staleness": 0},
-        data={"source": write_rows(tmp_path, 20)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=2, num_steps=1, num_rows=20)
     write_ends(producer, plan, [group_end("000000-0001-0", Outcome.FILTERED)])
     write_versions(producer, plan, 0)
     events = issued_by_prompter(config, connection, num_records=3)
@@ -482,16 +476,11 @@ def test_filtered_prompt_group_is_replaced_in_its_slot_for_a_trainer_without_spa
 
 def test_summary_holds_what_the_spares_of_open_steps_follow_from(
     monkeypatch: pytest.MonkeyPatch,
-    apply_run: Callable[..., RunConfig],
+    open_run: OpenRun,
     connection: Connection,
-    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(prompter, "SUMMARY_STEPS", 1)
-    config = apply_run(
-        run={"prompts_per_step": 2, "samples_per_prompt": 2, "num_steps": 9, "max_staleness": 1},
-        data={"source": write_rows(tmp_path, 40)},
-    )
-    plan = TopicPlan.from_config(config)
+    config, plan = open_run(num_prompts=2, num_steps=9, num_rows=40, max_staleness=1)
     stream = PromptStream(open_source(config.data, seed=0), seed=0, shuffle=False)
     ends = [
         group_end("000000-0001-0", Outcome.FILTERED),
@@ -516,7 +505,6 @@ def test_summary_holds_what_the_spares_of_open_steps_follow_from(
                     loop._take(event, 0)
                 loop._issue_due()
                 loop._write_summary()
-            assert loop._supply is not None
             supplies.append(loop._supply)
         queue = [(plan.topic("prompt.groups"), at) for at in range(plan.queue_partitions)]
         num_issued = len(list(reader.read_to_end(queue)))

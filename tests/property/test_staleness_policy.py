@@ -18,14 +18,14 @@ from relax_events.staleness import (
     BatchSlot,
     BatchSupply,
     IssuedGroup,
+    OrderedSupply,
     ReadyGroup,
     ReadyGroups,
+    ReadySupply,
     admitted_steps,
-    build_reissue,
     compute_staleness,
     count_missing,
     find_skip_targets,
-    find_unissued_slots,
     is_expired,
     window,
 )
@@ -121,27 +121,32 @@ def test_admitted_steps_are_those_whose_oldest_allowed_version_is_published(
 
 @given(taken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_unissued_batch_slots_are_listed_in_order(taken: set[tuple[int, int]]) -> None:
-    empty_slots = find_unissued_slots(
-        [BatchSlot(*slot) for slot in taken], steps=range(1, 3), prompts_per_step=3
-    )
+    supply = ReadySupply(prompts_per_step=3, first_step=1)
+    for slot in taken:
+        supply.add(IssuedGroup(BatchSlot(*slot), 0, 0))
+    empty_slots = [
+        slot
+        for step in range(supply.first_step, 3)
+        for slot in supply.find_empty_slots(step, uses_spares=False)
+    ]
     assert [(empty_slot.train_step, empty_slot.group_index) for empty_slot in empty_slots] == [
         (step, index) for step in (1, 2) for index in range(3) if (step, index) not in taken
     ]
 
 
-@given(outcome=st.sampled_from(Outcome), attempt=st.integers(0, 5), row=st.integers(0, 99))
-def test_reissue_keeps_the_batch_slot_and_retries_expired_prompts(
-    outcome: Outcome, attempt: int, row: int
+@given(
+    outcome=st.sampled_from([Outcome.FILTERED, Outcome.EXPIRED, Outcome.FAILED]),
+    attempt=st.integers(0, 5),
+    supply=st.sampled_from([OrderedSupply, ReadySupply]),
+)
+def test_replacement_takes_the_batch_slot_where_there_are_no_spares(
+    outcome: Outcome, attempt: int, supply: type[OrderedSupply] | type[ReadySupply]
 ) -> None:
-    successor = build_reissue(
-        IssuedGroup(BatchSlot(3, 1), attempt, row), outcome=outcome, next_row=100
-    )
-    if outcome is Outcome.TRAINED:
-        assert successor is None
-    else:
-        assert successor == IssuedGroup(
-            BatchSlot(3, 1), attempt + 1, row if outcome is Outcome.EXPIRED else 100
-        )
+    group = IssuedGroup(BatchSlot(3, 1), attempt, 7)
+    slots = supply(prompts_per_step=3, first_step=0)
+    slots.add(group)
+    slots.end(group, outcome)
+    assert slots.find_replacements(group, outcome, uses_spares=False) == [(group.slot, attempt + 1)]
 
 
 @dataclass
@@ -159,7 +164,6 @@ class SimulatedRun:
     version: int = 0
     used_rows: set[int] = field(default_factory=set)
     log: list[IssuedGroup | tuple[IssuedGroup, Outcome]] = field(default_factory=list)
-    taken_slots: set[BatchSlot] = field(default_factory=set)
     waiting: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     running: list[tuple[IssuedGroup, int]] = field(default_factory=list)
     ready: list[tuple[IssuedGroup, int]] = field(default_factory=list)
@@ -178,7 +182,9 @@ class SimulatedRun:
         raise AssertionError("the run got stuck")
 
     def start_supply(self) -> BatchSupply:
-        return BatchSupply(
+        if self.order == "ready_first":
+            return ReadySupply(prompts_per_step=self.prompts_per_step, first_step=0)
+        return OrderedSupply(
             prompts_per_step=self.prompts_per_step,
             first_step=0,
             returns_filtered=self.max_staleness == 0,
@@ -196,6 +202,7 @@ class SimulatedRun:
         for entry in self.log:
             if not isinstance(entry, IssuedGroup):
                 self.apply_end(*entry)
+        assert self.supply.first_step == before.first_step
         assert self.supply.open_step == before.open_step
         assert self.supply.slots_used == before.slots_used
         assert self.supply.returned_rows == before.returned_rows
@@ -203,7 +210,7 @@ class SimulatedRun:
 
     def apply_end(self, group: IssuedGroup, outcome: Outcome) -> None:
         if outcome is Outcome.TRAINED:
-            self.supply.train(group.slot)
+            self.supply.train(group.slot, trainer_version=group.slot.train_step)
         else:
             self.supply.end(group, outcome)
 
@@ -211,16 +218,11 @@ class SimulatedRun:
         steps = admitted_steps(
             self.version, max_staleness=self.max_staleness, num_steps=self.num_steps
         )
-        if self.order == "fifo":
-            slots = [
-                slot
-                for step in range(self.version, steps.stop)
-                for slot in self.supply.find_empty_slots(step, uses_spares=True)
-            ]
-        else:
-            slots = find_unissued_slots(
-                self.taken_slots, steps=steps, prompts_per_step=self.prompts_per_step
-            )
+        slots = [
+            slot
+            for step in range(self.supply.first_step, steps.stop)
+            for slot in self.supply.find_empty_slots(step, uses_spares=True)
+        ]
         self.issue([(slot, 0) for slot in slots])
 
     def issue(self, slots: list[tuple[BatchSlot, int]], *, row: int | None = None) -> None:
@@ -239,7 +241,6 @@ class SimulatedRun:
         for group in groups:
             self.supply.add(group)
             self.log.append(group)
-            self.taken_slots.add(group.slot)
             self.used_rows.add(group.row)
             oldest = max(group.slot.train_step - self.max_staleness, 0)
             self.waiting.append((group, self.version if group.attempt else oldest))
@@ -265,15 +266,9 @@ class SimulatedRun:
         self.outcomes[outcome] += 1
         self.log.append((group, outcome))
         self.apply_end(group, outcome)
-        again = [(group.slot, group.attempt + 1)]
-        if self.order == "fifo" and group.slot.train_step < self.version:
-            return
-        if outcome is Outcome.EXPIRED:
-            self.issue(again, row=group.row)
-        elif self.order == "fifo":
-            self.issue(self.supply.find_replacements(group, uses_spares=True))
-        else:
-            self.issue(again)
+        slots = self.supply.find_replacements(group, outcome, uses_spares=True)
+        is_same = bool(slots) and outcome is Outcome.EXPIRED
+        self.issue(slots, row=group.row if is_same else None)
 
     def train(self) -> None:
         for group, version in list(self.ready):
@@ -313,7 +308,7 @@ class SimulatedRun:
             self.trained.append(group)
             self.outcomes[Outcome.TRAINED] += 1
             self.log.append((group, Outcome.TRAINED))
-            self.supply.train(group.slot)
+            self.supply.train(group.slot, trainer_version=self.version)
         self.version += 1
         self.admit()
 
