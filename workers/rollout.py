@@ -39,6 +39,7 @@ from relax_events.runtime.worker import Worker
 from relax_events.staleness import (
     choose_submissions,
     count_spare_leases,
+    describe_left,
     is_external,
     may_submit,
 )
@@ -135,6 +136,7 @@ class RolloutLoop:
                 self._step()
                 self._lease_for_free_slots(leases)
             leases.stop()
+            self._end_left()
             self._release_waiting()
             while (
                 self._running
@@ -146,6 +148,7 @@ class RolloutLoop:
                 self._writer.settle_acknowledged()
                 self._report_in_flight()
                 worker.lifecycle.tick(working=True)
+                self._end_left()
             self._hand_over_unfinished()
             self._writer.flush()
         finally:
@@ -160,7 +163,8 @@ class RolloutLoop:
         if not self._running:
             return
         for sample in (*self._engine.abort(), *self._engine.poll(timeout_seconds=0.0)):
-            self._running[sample.prompt_group_id].samples.append(sample)
+            if (group := self._running.get(sample.prompt_group_id)) is not None:
+                group.samples.append(sample)
         groups, self._running = list(self._running.values()), {}
         if finished := [group for group in groups if group.is_finished]:
             self._writer.send(finished, time.monotonic())
@@ -178,6 +182,7 @@ class RolloutLoop:
         self._poll_leases(block=False)
         for lease in self._redelivery_guard.find_unclaimed():
             self._intake.give_up(lease)
+        self._end_left()
         if self._turns.must_end():
             self._sleep()
         has_work = self._has_work() or bool(self._running)
@@ -291,7 +296,6 @@ class RolloutLoop:
         """Submit waiting prompt groups, oldest first, while the engine has capacity, its version is
         new enough and their media are fetched.
         """
-        self._end_left()
         loaded = self._engine.policy_version
         if self._worker.control.is_paused or not may_submit(
             self._config.run.weight_update_mode,
@@ -312,15 +316,32 @@ class RolloutLoop:
             num_refused = sum(not self._submit(group) for group in groups)
 
     def _end_left(self) -> None:
-        """End the waiting prompt groups of steps that have their batch: they are unused spares."""
+        """End the prompt groups of steps that have their batch, waiting or running: no step trains
+        them, and the next one needs their rows of the engine.
+        """
         if self._config.run.sample_order != "fifo":
             return
         published = self._worker.control.policy_version
-        for name, group in list(self._waiting.items()):
-            if group.issued.train_step < published and not is_external(name):
-                reason = f"it was a spare: version {published} is published"
-                for lease in self._waiting.pop(name).leases:
-                    self._intake.end(lease, Outcome.EXPIRED, reason)
+        left = {
+            name: group
+            for groups in (self._waiting, self._running)
+            for name, group in groups.items()
+            if group.issued.train_step < published and not is_external(name)
+        }
+        if not left:
+            return
+        running = [group for name, group in left.items() if name in self._running]
+        if unfinished := [name for group in running for name in group.unfinished_ids]:
+            aborted = self._engine.abort(unfinished)
+            log.info(
+                "prompt_groups.aborted",
+                num_prompt_groups=len(running),
+                num_tokens=sum(sample.num_sampled_tokens for sample in aborted),
+            )
+        for groups in (self._waiting, self._running):
+            for name in left.keys() & groups.keys():
+                del groups[name]
+        self._intake.end_groups(left.values(), Outcome.EXPIRED, describe_left(published))
 
     def _submit(self, group: InflightGroup) -> bool:
         self._wake()
@@ -365,7 +386,8 @@ class RolloutLoop:
                 timeout_seconds=SETTLE_SECONDS if self._writer.sent else STEP_SECONDS
             )
         for sample in samples:
-            group = self._running[sample.prompt_group_id]
+            if (group := self._running.get(sample.prompt_group_id)) is None:
+                continue  # it finished when its prompt group was aborted
             group.samples.append(sample)
             if group.is_complete:
                 finished.append(self._running.pop(sample.prompt_group_id))

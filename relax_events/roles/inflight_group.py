@@ -62,6 +62,16 @@ class InflightGroup:
         return self.media is None or self.media.done()
 
     @property
+    def unfinished_ids(self) -> list[str]:
+        """Ids of the samples that are not generated yet, in order."""
+        finished = {sample.sample_id for sample in self.samples}
+        names = (
+            f"{self.issued.prompt_group_id}/{index}"
+            for index in range(self.issued.samples_per_prompt)
+        )
+        return [name for name in names if name not in finished]
+
+    @property
     def is_complete(self) -> bool:
         """Whether every sample has been generated."""
         return len(self.samples) == self.issued.samples_per_prompt
@@ -160,12 +170,7 @@ def build_generation_request(
         PoisonSample: A media item can't be loaded.
     """
     issued = group.issued
-    finished = {sample.sample_id for sample in group.samples}
-    indices = [
-        index
-        for index in range(issued.samples_per_prompt)
-        if f"{issued.prompt_group_id}/{index}" not in finished
-    ]
+    indices = [int(name.rpartition("/")[2]) for name in group.unfinished_ids]
     return GenerationRequest(
         prompt_group_id=issued.prompt_group_id,
         prompt_tokens=group.prompt_tokens,

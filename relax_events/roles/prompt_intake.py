@@ -4,7 +4,7 @@ resumes stored samples, and fails prompt groups that can't be generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing, suppress
 
 from relax_events.data.rendering import PromptRenderer
@@ -133,6 +133,20 @@ class PromptIntake:
             )
         self._worker.records.producer.flush()
         lease.done()
+
+    def end_groups(self, groups: Collection[InflightGroup], outcome: Outcome, reason: str) -> None:
+        """End prompt groups together that need not be generated, and remove them from the queue."""
+        for group in groups:
+            self._worker.records.producer.send(
+                self._worker.records.build_end_request(
+                    group.issued.prompt_group_id, outcome, reason
+                )
+            )
+        self._worker.records.producer.flush()
+        for group in groups:
+            group.trace.end(error=reason)
+            group.done()
+        self._partials.forget(group.issued.prompt_group_id for group in groups if group.is_resumed)
 
     def give_up(self, lease: Lease) -> None:
         """Fail a prompt group that was delivered too often."""

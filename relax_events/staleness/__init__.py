@@ -12,6 +12,7 @@ from relax_events.staleness.admission import (
     admitted_steps,
     build_group_end,
     count_missing,
+    describe_left,
     is_external,
 )
 from relax_events.staleness.updating import (
@@ -45,6 +46,7 @@ __all__ = [
     "compute_staleness",
     "count_missing",
     "count_spare_leases",
+    "describe_left",
     "find_skip_targets",
     "is_expired",
     "is_external",

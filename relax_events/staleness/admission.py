@@ -116,6 +116,13 @@ def build_group_end(
     )
 
 
+def describe_left(version: int) -> str:
+    """Return why a prompt group ends whose step has its batch, with or without it: the step was
+    trained before this version.
+    """
+    return f"its step was trained before version {version}"
+
+
 def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int) -> range:
     """Return the train steps whose prompt groups may be issued once `published_version` is
     published.

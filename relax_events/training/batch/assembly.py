@@ -23,7 +23,14 @@ from relax_events.events.immutable import immutable
 from relax_events.events.parts import Outcome, TopicOffset
 from relax_events.events.types import PromptGroupEnded, SampleReady
 from relax_events.kafka.records import Record
-from relax_events.staleness import IssuedGroup, ReadyGroup, build_group_end, is_expired, is_external
+from relax_events.staleness import (
+    IssuedGroup,
+    ReadyGroup,
+    build_group_end,
+    describe_left,
+    is_expired,
+    is_external,
+)
 
 Partition = tuple[str, int]
 """A topic and one of its partitions."""
@@ -283,7 +290,7 @@ class BatchAssembler:
             build_group_end(
                 group_id,
                 Outcome.EXPIRED,
-                reason=f"it was a spare: its step was trained before version {trainer_version}",
+                reason=describe_left(trainer_version),
                 policy_version=version,
                 trainer_version=trainer_version,
             )
