@@ -187,16 +187,16 @@ class TrainLoop:
             while self._backend.policy_version < self._config.last_version and self._train_step():
                 pass
             self._commits.commit_step()
-            if (
-                self._follower is not None
-                and self._backend.policy_version >= self._config.last_version
-            ):
+            is_at_goal = self._backend.policy_version >= self._config.last_version
+            if self._follower is not None and is_at_goal:
                 self._follower.release_all()
             log.info(
                 "trainer.finished",
                 policy_version=self._backend.policy_version,
                 num_recovered_steps=num_recovered,
             )
+            if is_at_goal and self._recorded is None and self._config.run.sample_order == "fifo":
+                self._live.end_left(self._backend.policy_version)
             while not self._commits.agree_to_drain():
                 worker.lifecycle.tick(working=False)
                 worker.drain.wait(IDLE_SECONDS)

@@ -63,22 +63,24 @@ class StepCommits:
         with self.phases.measure("commit"), self._worker.lifecycle.piece("commit the step"):
             publisher.commit()
 
-    def commit_outcomes(self) -> None:
+    def commit_outcomes(self) -> bool:
         """Commit prompt groups that ended untrained, at once, so that the prompter can fill their
-        batch slots; but after the step before.
+        batch slots; but after the step before. Return whether there were any; all ranks get the
+        same answer.
         """
         if self._has_uncommitted_step:
-            return
+            return False
         share = RankStepResult(self._ranks.at.data, ended=self._assembler.pending_outcomes())
         ended = [end for other in self.gather(share) for end in other.ended]
         if not ended:
-            return
+            return False
         with self.phases.measure("commit"):
             if self._publisher is not None:
                 self._publisher.commit_outcomes(ended, train_step=self.backend.policy_version)
                 failpoint("trainer.after_ends")
             self._ranks.all_gather_bytes(b"")  # all ranks wait for the commit
         self.mark_ended(share)
+        return True
 
     def mark_ended(self, share: RankStepResult) -> None:
         """Note that the prompt groups of the share that ended untrained do so in a transaction that

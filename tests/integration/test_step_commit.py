@@ -4,12 +4,14 @@ the recorded order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from broker_steps import turn_until
+from broker_steps import TIMEOUT_SECONDS, turn_until
 from event_samples import ended, ready
 
 from relax_events.config import RunConfig
@@ -25,10 +27,14 @@ from relax_events.objects import ObjectStore
 from relax_events.projections.training_history import TrainingHistory
 from relax_events.roles.worker_factory import StoreClaimCheck
 from relax_events.runtime.worker import Worker
-from relax_events.training.batch.assembly import LocatedSample
+from relax_events.staleness import describe_left
+from relax_events.training.batch.assembly import BatchAssembler, LocatedSample
+from relax_events.training.batch.live_batches import LiveBatches
+from relax_events.training.batch.sample_intake import SampleIntake
 from relax_events.training.commit import StepCommitter
 from relax_events.training.ranks import SingleRank
 from relax_events.training.replay.recovery import Replay
+from relax_events.training.step_commits import StepCommits
 from relax_events.training.step_record import RankStepResult
 from relax_events.weights.artifact_writer import weights_digest
 
@@ -423,3 +429,47 @@ def test_outcomes_are_committed_once_or_fenced_by_another_trainer(
     else:
         committer.commit_outcomes(ends, train_step=0)
     turn_until(lambda: len(TrainingHistory.read(worker).ended_group_ids) == num_known)
+
+
+def test_prompt_groups_that_the_last_step_left_end_until_the_drain(
+    worker: Worker, open_committer: Callable[[], StepCommitter]
+) -> None:
+    committer, ranks, unused = open_committer(), SingleRank(), cast("Any", SimpleNamespace())
+    assembler = BatchAssembler(max_staleness=1, decided=set(), in_order=True)
+    topic = worker.plan.topic("advantage.samples")
+    intake = SampleIntake(
+        worker, unused, assembler, library=unused, topic=topic, keeps_decoded=True
+    )
+    publisher: Any = SimpleNamespace(
+        has_uncommitted_step=False, commit_outcomes=committer.commit_outcomes
+    )
+    backend: Any = SimpleNamespace(policy_version=4)
+    commits = StepCommits(worker, backend, ranks, publisher=publisher, assembler=assembler)
+    opener: Any = SimpleNamespace(ranks=ranks)
+    reader = LogReader(worker.connection, consumer_group=worker.plan.consumer_group("trainer"))
+    live = LiveBatches(
+        worker, reader, opener, assembler=assembler, intake=intake, commits=commits, turns=unused
+    )
+    live.assign({})
+
+    def request_end(group_id: str) -> None:
+        worker.records.producer.send(
+            worker.records.build_end_request(group_id, Outcome.EXPIRED, describe_left(4))
+        )
+        worker.records.producer.flush()
+
+    before, after = "000003-0004-0", "000003-0005-0"
+    thread = threading.Thread(target=live.end_left, args=(4,))
+    thread.start()
+    try:
+        request_end(before)
+        turn_until(lambda: TrainingHistory.read(worker).ended_group_ids == {before})
+        request_end(after)
+    finally:
+        worker.drain.start()
+        thread.join(TIMEOUT_SECONDS)
+        reader.close()
+    assert not thread.is_alive()
+    history = TrainingHistory.read(worker)
+    assert history.ended_group_ids == {before, after}
+    assert history.outcomes == {"expired": 2}

@@ -4,13 +4,14 @@ the prompt groups of its partitions, as they become ready.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import orjson
 
 from relax_events.config import RunConfig
 from relax_events.errors import RelaxError
 from relax_events.kafka.log_reader import LogReader
+from relax_events.kafka.records import Record
 from relax_events.runtime.record_io import UNUSABLE
 from relax_events.runtime.worker import Worker
 from relax_events.staleness import ReadyGroup, ReadyGroups
@@ -106,6 +107,25 @@ class LiveBatches:
             self._worker.lifecycle.tick(working=num_taken > 0)
         return share
 
+    def end_left(self, version: int) -> None:
+        """End the prompt groups that the run's last step left, as their records arrive, until the
+        drain. Then rollout workers end theirs at the same time, so the drain waits until no record
+        comes for a moment, and takes all that the log has.
+
+        Args:
+            version: The run's last policy version.
+        """
+        self._assembler.advance(version)
+        is_draining, has_ended = False, True
+        while has_ended or not is_draining:
+            is_draining = self._commits.agree_to_drain()
+            self._read(version, wait=True)
+            has_ended = self._commits.commit_outcomes()
+            self._worker.lifecycle.tick(working=False)
+        positions = dict(self._reader.positions)
+        self._take(self._reader.read_to_end(positions, from_offsets=positions), version)
+        self._commits.commit_outcomes()
+
     def _train_early(self, num_missing: int) -> None:
         """Train what would wait for the missing prompt groups, once it is as much as they are: the
         time would pass unused, and a step gets few more micro-batches.
@@ -160,6 +180,9 @@ class LiveBatches:
         seconds = IDLE_SECONDS if self._ranks.size == 1 else ROUND_SECONDS
         with self._commits.phases.measure("wait"):
             records = self._reader.fetch(1000, timeout_seconds=seconds if wait else 0.0)
+        self._take(records, version)
+
+    def _take(self, records: Iterable[Record], version: int) -> None:
         with self._commits.phases.measure("decode"):
             for _ in self._intake.add_all(records, version):
                 self._worker.lifecycle.record_progress()
