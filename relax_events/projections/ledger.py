@@ -16,7 +16,13 @@ from sys import intern
 from typing import Any
 
 from relax_events.errors import CorruptRecord
-from relax_events.events.parts import SampleEvent, SampleOutcome, TopicOffset, is_reward
+from relax_events.events.parts import (
+    Outcome,
+    SampleEvent,
+    SampleOutcome,
+    TopicOffset,
+    is_reward,
+)
 from relax_events.events.types import (
     Event,
     PolicyVersionPublished,
@@ -58,6 +64,8 @@ from relax_events.topics.plan import allowed_outcomes, belongs_on
 UNPARSEABLE, EXTERNAL = -1, -2
 """Stand for the train step of a malformed prompt group id, and of external prompt groups."""
 UNTRAINED_OUTCOMES = ("filtered", "expired", "failed")
+MAX_OPEN_SPARES = 100_000
+"""Spares without an outcome whose names are held; behind so many the trainer ends none any more."""
 
 
 @dataclass(slots=True)
@@ -98,6 +106,8 @@ class Ledger:
     _skipped_rows: dict[str, tuple[int, str]] = field(default_factory=dict)
     _differences: dict[str, str] = field(default_factory=dict)
     _ended_external: set[str] = field(default_factory=set)
+    _open_spares: dict[str, None] = field(default_factory=dict)
+    """Names of the spares without an outcome whose steps are finalized."""
     _evidence: Evidence = field(init=False)
     _step_check: StepCheck = field(init=False)
     _group_check: GroupCheck = field(init=False)
@@ -182,13 +192,25 @@ class Ledger:
         }
         for step, groups in list(self._groups.items()):
             is_complete = open_ids.isdisjoint(groups) and all(
-                group.outcomes or not group.is_issued for group in groups.values()
+                group.outcomes or not group.is_issued or self._is_spare(group)
+                for group in groups.values()
             )
             if self.first_version <= step < below - kept and is_complete:
                 self._finalize_step(step)
         self._finalize_external(open_ids)
         if self.purged is not None:
             self.purged.forget_before(below - kept)
+
+    def _is_spare(self, group: GroupFacts) -> bool:
+        """Return whether a step has its batch without a prompt group that was issued for it. It may
+        end long after the step, or never: with the worker that had it.
+        """
+        slot = group.batch_slot.slot if group.batch_slot else None
+        return (
+            slot is not None
+            and 0 <= self._last_index.get(slot.train_step, -1) < slot.group_index
+            and not group.trained
+        )
 
     def _is_read(self, step: StepFacts) -> bool:
         """Return whether every record that a step names was read. A record at another position than
@@ -214,6 +236,10 @@ class Ledger:
         groups = self._groups.pop(step)
         for group in groups.values():
             self._drop_group(group)
+            if group.is_issued and not group.outcomes:
+                self._open_spares[group.group_id] = None
+        while len(self._open_spares) > MAX_OPEN_SPARES:
+            del self._open_spares[next(iter(self._open_spares))]
         self._last_index.pop(step, None)
         self._final.findings.add_all(check_slots(groups))
         self._closed.add(step)
@@ -263,7 +289,8 @@ class Ledger:
         group = self._group(event.prompt_group_id)
         if isinstance(event, SampleRolledOut):
             if group is None:
-                self._final.counts["regenerated"] += 1
+                is_spare = event.prompt_group_id in self._open_spares
+                self._final.counts["rolled out" if is_spare else "regenerated"] += 1
                 return
             copies = group.generated.setdefault(event.sample_id, [])
             group.num_generated += 1
@@ -294,6 +321,10 @@ class Ledger:
         ) in TRAINER_INPUTS:  # only a request; the trainer refuses other outcomes
             if group is not None and event.outcome in allowed_outcomes(entity):
                 group.newest_requests[entity, at.partition] = at.offset
+        elif event.prompt_group_id in self._open_spares and event.outcome is not Outcome.TRAINED:
+            del self._open_spares[event.prompt_group_id]
+            self._final.counts["in_flight"] -= 1
+            self._final.counts[event.outcome.value] += 1
         elif group is None:
             self._final.findings.add(
                 Rule.DUPLICATE_OUTCOME,

@@ -416,6 +416,46 @@ def test_ledger_memory_does_not_grow_with_the_run() -> None:
     assert held[160] == held[40] < 40 * 2
 
 
+def test_spares_that_never_end_leave_only_their_names_in_memory() -> None:
+    held = {}
+    for num_steps in (40, 160):
+        run, most = ValidRun(num_steps), 0
+        for step in range(num_steps):
+            run.issue(f"{step:06}-0002-0")
+        ledger = Ledger(1, advantages=recorded_advantages())
+        for below, (at, event) in in_step(run):
+            ledger.apply(event, at)
+            ledger.finalize(below)
+            most = max(most, ledger.num_held)
+        held[num_steps] = most
+        assert ledger.totals() == run.ledger().totals()
+        assert ledger.totals()["outcomes"]["in_flight"] == num_steps
+    assert held[160] == held[40] < 40 * 3
+
+
+def test_spare_that_ends_long_after_its_step_is_counted_once() -> None:
+    run = ValidRun(40)
+    run.issue("000003-0002-0")
+    ledger = Ledger(1, advantages=recorded_advantages())
+    for below, (at, event) in in_step(run):
+        ledger.apply(event, at)
+        ledger.finalize(below)
+    outcomes = dict(ledger.totals()["outcomes"])
+    at = TopicOffset(run.plan.topic("control.prompt-group-outcomes"), 0, 1000)
+    samples = TopicOffset(run.plan.topic("rollout.samples"), 0, 1000)
+    ledger.apply(rolled_out("000003-0002-0", 0), samples)
+    ledger.apply(ended("000003-0002-0", Outcome.EXPIRED), at)
+    totals = ledger.totals()
+    assert ledger.problems() == []
+    assert totals["outcomes"] == outcomes | {
+        "in_flight": outcomes["in_flight"] - 1,
+        "expired": outcomes["expired"] + 1,
+    }
+    assert totals["rollouts_regenerated"] == 0
+    ledger.apply(ended("000003-0002-0", Outcome.EXPIRED), at)
+    assert rules(ledger) == {Rule.DUPLICATE_OUTCOME}
+
+
 def test_rejected_foreign_samples_are_counted_separately() -> None:
     run = ValidRun(6)
     for _ in range(2):
