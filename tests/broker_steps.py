@@ -15,7 +15,7 @@ from typing import Any
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord, Record
 
-TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 200.0
 MEMBER = """
 import sys
 from relax_events.kafka.connection import Connection

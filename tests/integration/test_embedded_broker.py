@@ -34,7 +34,7 @@ from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.jars import locate_cache, read_jar_lock
 from relax_events.kafka.log_reader import LogReader
 
-TIMEOUT_SECONDS = 30.0
+TIMEOUT_SECONDS = 100.0
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from relax_events.kafka.embedded.directory import write_state
 from relax_events.kafka.embedded.tool_login import build_client_properties
 from relax_events.kafka.protocol.partition_leaders import read_metadata
 
-SECONDS = 10.0
+SECONDS = 100.0
 METADATA = bytes.fromhex("0000000e0003000100000001ffff00000000")
 
 

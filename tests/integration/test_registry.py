@@ -48,7 +48,7 @@ def registry() -> Iterator[Registry]:
 
 
 def config_of(registry: Registry, **more: Any) -> BrokerConfig:
-    return BrokerConfig(schema_registry=registry.url, request_timeout_seconds=3.0, **more)
+    return BrokerConfig(schema_registry=registry.url, request_timeout_seconds=60.0, **more)
 
 
 def framed_codec(registry: Registry, log: Iterable[bytes | str] = ()) -> EventCodec:
