@@ -58,7 +58,7 @@ from relax_events.rewards.run_judge import load_grading, load_judge_rewards
 from relax_events.rewards.scores import Score
 from relax_events.secret_handling import read_secret
 
-MODEL_PACKAGES = ("torch", "transformers", "safetensors")
+MODEL_PACKAGES = ("torch", "transformers", "safetensors", "accelerate")
 MODEL_FILES = ("config.json", "tokenizer_config.json")
 ENGINE_MEDIA_FAMILIES = {"sglang": MEDIA_MODELS}
 """Model families whose media an engine supports, where it does not support all of them."""
@@ -344,8 +344,6 @@ def check_tensors(run: CheckedRun) -> str:
         ConfigError: A folder lacks a tensor, or holds one of another shape, or the model has no
             layer of a name in model.lora.target_modules; the text names it.
     """
-    if importlib.util.find_spec("accelerate") is None:
-        return "not compared: accelerate is not installed; workers compare them as they load"
     from relax_events.models.adapters import find_targets  # imports torch
     from relax_events.models.causal_lm import require_all_tensors
     from relax_events.models.families import read_family

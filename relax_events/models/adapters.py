@@ -24,6 +24,7 @@ from relax_events.errors import ConfigError, EnvironmentProblem, WeightsError
 from relax_events.models.base_digest import compute_base_digest, require_same_base
 from relax_events.models.causal_lm import replace_weights
 from relax_events.models.families import Family
+from relax_events.models.folder_weights import view_piece
 
 if TYPE_CHECKING:
     from relax_events.config import LoRAConfig, ModelConfig
@@ -100,11 +101,13 @@ class Adapters:
     def _set_dtypes(self) -> None:
         """Give each adapter the dtype of the weights that it is added to."""
         for name, parameter in self.parameters.items():
-            match = ADAPTER.fullmatch(name)
-            assert match is not None, f"{name} is no adapter"
-            base = self._module.get_parameter(f"{match['module']}.base_layer.weight")
-            parameter.data = parameter.data.to(base.dtype)
+            parameter.data = parameter.data.to(self._find_dtype(name))
             parameter.requires_grad_()
+
+    def _find_dtype(self, name: str) -> torch.dtype:
+        match = ADAPTER.fullmatch(name)
+        assert match is not None, f"{name} is no adapter"
+        return self._module.get_parameter(f"{match['module']}.base_layer.weight").dtype
 
     @property
     def base_digest(self) -> bytes:
@@ -114,17 +117,18 @@ class Adapters:
     @torch.no_grad()
     def initialise(self, *, seed: int) -> None:
         """Sample A uniformly from +-1 / sqrt(its columns), and set B to 0, so that the adapters
-        have no effect: the same bits for a seed on any device and rank.
+        have no effect: the same bits for a seed on any device and rank, sharded or not.
 
         Source: LoRA, section 4.1 (arXiv 2106.09685); `peft` samples A from the same range.
         """
         generator, parameters = torch.Generator().manual_seed(seed), self.parameters
         for name in sorted(parameters):
-            parameter = parameters[name]
+            piece, first = view_piece(parameters[name])
             if ".lora_B." in name:
-                parameter.zero_()
+                piece.zero_()
             else:
-                parameter.copy_(sample_adapter(parameter.shape, generator))
+                values = sample_adapter(parameters[name].shape, generator)
+                piece.copy_(values[first : first + len(piece)].to(self._find_dtype(name)))
 
     @contextmanager
     def randomised(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -14,8 +15,10 @@ from transformers.utils import logging as transformers_logging
 
 from relax_events.errors import ConfigError, WeightsError
 from relax_events.model_folder.tensors import read_layouts
+from relax_events.models.folder_weights import FolderWeights, describe_untied, require_finite
 from relax_events.regular_files import require_regular_files
 
+log = structlog.get_logger()
 EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 MAX_NAMES = 4
 """Of missing tensors in an error."""
@@ -93,18 +96,50 @@ def load_causal_lm(
     )
     loaded: PreTrainedModel = model.to(device).eval()
     for name, weight in loaded.named_parameters():
-        is_checked = weight.dtype.itemsize > 1
-        if is_checked and not weight.detach().sum(dtype=torch.float32).isfinite():
-            raise ConfigError(
-                f"model.path = {path} holds {name} with NaN or infinite values; use the folder as "
-                "it was published"
-            )
+        if weight.dtype.itemsize > 1:
+            require_finite(path, name, weight)
     return loaded
+
+
+def build_causal_lm(
+    path: Path,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    loader: Any = AutoModelForCausalLM,
+    needs_head: bool = True,
+) -> tuple[PreTrainedModel, FolderWeights | None]:
+    """Build a model in evaluation mode without memory for its weights, on device `meta`; return it
+    and what fills it. One that is quantized, or stored in a way that can't be read by tensor, is
+    loaded into the host's memory, and nothing fills it.
+
+    Args:
+        path: A folder in Hugging Face layout.
+        attention: Name of an attention implementation that transformers knows.
+        dtype: Dtype of the weights.
+        loader: The auto class of transformers for the model's family.
+        needs_head: Whether the output head is used.
+    Raises:
+        ConfigError, DamagedTensors: As `load_causal_lm`.
+    """
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    model = _load_whole(path, loader, needs_head=needs_head, device_map="meta", **settings)
+    unused = () if needs_head else _list_head_names(model)
+    if getattr(model.config, "quantization_config", None) is None:
+        weights = FolderWeights(path, model, unused=unused)
+        if not weights.unreadable:
+            return model.eval(), weights
+        log.warning("model.loaded_whole", path=str(path), tensor=weights.unreadable[0])
+    host = torch.device("cpu")
+    whole = load_causal_lm(
+        path, attention=attention, dtype=dtype, device=host, loader=loader, needs_head=needs_head
+    )
+    return whole, None
 
 
 def require_all_tensors(path: Path, *, loader: Any, needs_head: bool = True) -> Any:
     """Return the model of a folder that holds every tensor of it, by the headers of its files, on
-    device meta; no memory is needed for the weights. Needs accelerate.
+    device meta; no memory is needed for the weights.
 
     Raises:
         ConfigError, DamagedTensors: As `load_causal_lm`.
@@ -177,11 +212,7 @@ def _require_described_weights(path: Path, model: PreTrainedModel) -> None:
     tied = {frozenset(pair) for pair in model.all_tied_weights_keys.items()}
     for pair in described.items() if model.device.type != "meta" else ():  # needs their values
         if frozenset(pair) not in tied:
-            raise ConfigError(
-                f"model.path = {path} holds other values for {pair[0]} than for {pair[1]}, and its "
-                "config.json ties them; set tie_word_embeddings = false there, or leave the first "
-                "out of the folder"
-            )
+            raise ConfigError(describe_untied(path, *pair))
 
 
 def _list_absent_experts(names: Iterable[str]) -> list[str]:

@@ -20,7 +20,11 @@ from safetensors.torch import load_file, save_file
 from relax_events.config import MediaConfig, RunConfig
 from relax_events.errors import ConfigError
 from relax_events.launcher.checks import check_run
-from relax_events.models.causal_lm import load_causal_lm, require_all_tensors
+from relax_events.models.causal_lm import (
+    build_causal_lm,
+    load_causal_lm,
+    require_all_tensors,
+)
 from relax_events.models.families import read_family
 from relax_events.packages.examples.tiny_models import FAMILY_SETTINGS, make_tiny
 
@@ -71,13 +75,24 @@ def load(folder: Path, *, needs_head: bool = True) -> None:
     )
 
 
+def build(folder: Path, *, needs_head: bool = True) -> None:
+    """Load a folder's model as ranks of a sharded one do."""
+    loader = read_family(folder, MediaConfig()).loader
+    model, weights = build_causal_lm(
+        folder, attention="sdpa", dtype=torch.float32, loader=loader, needs_head=needs_head
+    )
+    assert weights is not None
+    if needs_head:
+        weights.fill(model, device=torch.device("cpu"))
+
+
 def read_headers(folder: Path, *, needs_head: bool = True) -> None:
     """Compare a folder's tensors as the doctor does."""
     loader = read_family(folder, MediaConfig()).loader
     require_all_tensors(folder, loader=loader, needs_head=needs_head)
 
 
-@pytest.mark.parametrize("read", [load, read_headers])
+@pytest.mark.parametrize("read", [load, build, read_headers])
 def test_an_untied_head_that_the_folder_lacks_is_named(
     read: Callable[[Path], None], whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -88,7 +103,7 @@ def test_an_untied_head_that_the_folder_lacks_is_named(
         read(folder)
 
 
-@pytest.mark.parametrize("read", [load, read_headers])
+@pytest.mark.parametrize("read", [load, build, read_headers])
 @pytest.mark.parametrize("left_out", [HEAD, EMBEDDING])
 def test_tied_weights_are_there_once(
     read: Callable[[Path], None],
@@ -120,14 +135,14 @@ def test_every_tensor_is_missed(
     names = sorted(load_file(whole(family) / "model.safetensors"))
     without = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True))
     folder = rewrite(whole(family), tmp_path / "model", without=without)
-    for read in (load, read_headers):
+    for read in (load, build, read_headers):
         with pytest.raises(ConfigError) as caught:
             read(folder)
         joined = [".experts." if ".experts." in name else name for name in without]
         assert any(name in str(caught.value) for name in joined), without
 
 
-@pytest.mark.parametrize("read", [load, read_headers])
+@pytest.mark.parametrize("read", [load, build, read_headers])
 def test_a_tensor_of_another_shape_is_named(
     read: Callable[[Path], None], whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -141,15 +156,17 @@ def test_a_head_of_its_own_that_the_configuration_ties_is_refused(
     whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
     tied = {"tie_word_embeddings": True}
-    with pytest.raises(ConfigError, match=r"lm_head\.weight .*set tie_word_embeddings = false"):
-        load(rewrite(whole("qwen3"), tmp_path / "model", settings=tied))
+    differing = rewrite(whole("qwen3"), tmp_path / "model", settings=tied)
+    for read in (load, build):
+        with pytest.raises(ConfigError, match=r"lm_head\.weight .*set tie_word_embeddings = false"):
+            read(differing)
     same = {HEAD: load_file(whole("qwen3") / "model.safetensors")[EMBEDDING].clone()}
     folder = rewrite(whole("qwen3"), tmp_path / "model", changed=same, settings=tied)
     load(folder)
     read_headers(folder)
 
 
-@pytest.mark.parametrize("read", [load, read_headers])
+@pytest.mark.parametrize("read", [load, build, read_headers])
 def test_integer_weights_need_a_quantization(
     read: Callable[[Path], None], whole: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -168,17 +185,19 @@ def test_weights_that_are_not_finite_are_named(
     weight = torch.ones(32)
     weight[7] = value
     folder = rewrite(whole("qwen3"), tmp_path / "model", changed={"model.norm.weight": weight})
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight with NaN or infinite values"):
-        load(folder)
+    for read in (load, build):
+        with pytest.raises(ConfigError, match=r"model\.norm\.weight with NaN or infinite values"):
+            read(folder)
 
 
 def test_a_critic_needs_no_head(whole: Callable[[str], Path], tmp_path: Path) -> None:
     headless = rewrite(whole("qwen3"), tmp_path / "headless", without=[HEAD])
-    load(headless, needs_head=False)
-    read_headers(headless, needs_head=False)
+    for read in (load, build, read_headers):
+        read(headless, needs_head=False)
     folder = rewrite(whole("qwen3"), tmp_path / "model", without=[HEAD, "model.norm.weight"])
-    with pytest.raises(ConfigError, match=r"lacks 1 .*: model\.norm\.weight;"):
-        load(folder, needs_head=False)
+    for read in (load, build):
+        with pytest.raises(ConfigError, match=r"lacks 1 .*: model\.norm\.weight;"):
+            read(folder, needs_head=False)
 
 
 def test_more_tensors_than_the_model_has_are_no_fault(
@@ -187,8 +206,8 @@ def test_more_tensors_than_the_model_has_are_no_fault(
     """As layers for speculative decoding, or a talker."""
     changed = {"mtp.layers.0.norm.weight": torch.ones(4)}
     folder = rewrite(whole("qwen3"), tmp_path / "model", changed=changed)
-    load(folder)
-    read_headers(folder)
+    for read in (load, build, read_headers):
+        read(folder)
 
 
 def test_the_doctor_names_what_is_missing(

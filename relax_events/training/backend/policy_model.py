@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -23,8 +23,9 @@ from relax_events.errors import ConfigError
 from relax_events.events.routed_experts import ExpertShape
 from relax_events.media.model_inputs import MediaInputs
 from relax_events.models.adapters import Adapters, replace_version
-from relax_events.models.causal_lm import attention_kinds, load_causal_lm
+from relax_events.models.causal_lm import attention_kinds, build_causal_lm, load_causal_lm
 from relax_events.models.families import Family, read_family
+from relax_events.models.folder_weights import FolderWeights
 from relax_events.models.routers import RoutedLayer, Routers, imbalance
 from relax_events.training.backend.chunked_head import count_chunk_tokens
 from relax_events.training.backend.head_logprobs import HeadInputs, apply_head
@@ -49,8 +50,11 @@ MIN_LONG_ROW = 2048
 """Tokens of a row in which a mask costs more than a call for each sequence, on a GPU."""
 
 
-Prepare = Callable[[PreTrainedModel, Family, Adapters | None, Routers | None], None]
-"""Freezes and shards a loaded model, and sets what it recomputes."""
+Prepare = Callable[
+    [PreTrainedModel, Family, Adapters | None, Routers | None, FolderWeights | None], None
+]
+"""Freezes and shards a model, sets what it recomputes, and fills one that was built without memory.
+"""
 
 
 class TokenLogprobs(NamedTuple):
@@ -86,6 +90,7 @@ class PolicyModel:
         separate_media: bool = False,
         balances_experts: bool = False,
         prepare: Prepare | None = None,
+        is_sharded: bool = False,
     ) -> None:
         """Load from a folder; nothing is fetched.
 
@@ -98,8 +103,9 @@ class PolicyModel:
             separate_media: Encode each media item separately, at a shape that does not depend on
                 other items.
             balances_experts: Compute the load-balancing loss of each sample.
-            prepare: Called with the loaded model, its adapters and its routers. Where it shards,
-                the constructor and all forward passes are collective.
+            prepare: Called with the model, its adapters, its routers and its weights.
+            is_sharded: Whether `prepare` shards: then the model is built on `meta`, and the
+                constructor and all forward passes are collective.
         Raises:
             ConfigError: The folder is missing or holds no causal language model, its logits
                 are not a linear head's, its routing can't be replayed as configured, it has no
@@ -109,17 +115,16 @@ class PolicyModel:
         self.dtype = dtype or getattr(torch, config.dtype)
         self._attention = config.attention
         self.family = read_family(path, config.media, separately=separate_media)
-        self.module = load_causal_lm(
-            path,
-            attention=config.attention,
-            dtype=self.dtype,
-            device=device,
-            loader=self.family.loader,
-        )
+        weights: FolderWeights | None = None
+        settings: dict[str, Any] = {"attention": config.attention, "loader": self.family.loader}
+        if is_sharded:
+            self.module, weights = build_causal_lm(path, dtype=self.dtype, **settings)
+        else:
+            self.module = load_causal_lm(path, dtype=self.dtype, device=device, **settings)
         self.adapters = Adapters.for_model(self.module, config, family=self.family, path=path)
         routers = self._find_routers(path, config, balances_experts=balances_experts)
         if prepare is not None:
-            prepare(self.module, self.family, self.adapters, routers)
+            prepare(self.module, self.family, self.adapters, routers, weights)
         self.vocab_size = len(self.module.get_input_embeddings().get_parameter("weight"))
         self._head: nn.Module = self.module.get_output_embeddings()
         if routers is not None:

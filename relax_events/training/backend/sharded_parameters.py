@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from relax_events.config import TrainerConfig
 from relax_events.errors import EnvironmentProblem
 from relax_events.models.adapters import published_parameters
+from relax_events.models.folder_weights import FolderWeights, view_piece
 from relax_events.training.backend.flat_adamw import MOMENTS
 from relax_events.training.backend.parameter_store import ParameterStore, copy_to_host, on_device
 from relax_events.training.backend.state import StateShard, StateSource
@@ -38,14 +39,21 @@ CALL = "relax_call"
 """Name of the method of a sharded model within which its weights are whole."""
 
 
-def shard_model(module: nn.Module, *, layers: nn.ModuleList, device: torch.device) -> None:
-    """Shard a loaded model in place: trainable weights in at least float32, frozen ones as they
-    are. Collective.
+def shard_model(
+    module: nn.Module,
+    *,
+    layers: nn.ModuleList,
+    device: torch.device,
+    weights: FolderWeights | None = None,
+) -> None:
+    """Shard a model in place: trainable weights in at least float32, frozen ones as they are.
+    Collective.
 
     Args:
         module: The whole model; its parameters have one dtype.
         layers: Its decoder layers.
         device: Of this rank; a GPU must be the current one (`open_device`).
+        weights: Of a model on `meta`: each rank fills its pieces. None of a loaded one.
     Raises:
         EnvironmentProblem: A shard lies on another device.
     """
@@ -68,6 +76,8 @@ def shard_model(module: nn.Module, *, layers: nn.ModuleList, device: torch.devic
         sharded.set_force_sum_reduction_for_comms(True)
         # a micro-batch that reaches no expert of a layer must not leave out its reduction
         sharded.set_reduce_scatter_unused_params(True)
+    if weights is not None:
+        weights.fill(module, device=device)
     _require_shards(module, device)
     setattr(module, CALL, _call)
     register_fsdp_forward_method(module, CALL)
@@ -247,17 +257,11 @@ class ShardedParameters(ParameterStore):
             StateShard(
                 name=name,
                 global_shape=tuple(parameter.shape),
-                offset=self._offset(parameter),
+                offset=(view_piece(parameter)[1], *(0 for _ in parameter.shape[1:])),
                 tensor=piece.detach(),
             )
             for name, parameter, piece in pieces
         ]
-
-    def _offset(self, parameter: DTensor) -> tuple[int, ...]:
-        """Return where this rank's rows begin: all ranks but the last ones have the same number."""
-        rows = -(-parameter.shape[0] // self._ranks.size)
-        first = min(self._ranks.rank * rows, parameter.shape[0])
-        return (first, *(0 for _ in parameter.shape[1:]))
 
     def _load_optimizer(self, state: StateSource) -> None:
         for name, group in zip(self.tensors(), self._optimizer.param_groups, strict=True):

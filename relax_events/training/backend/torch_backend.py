@@ -16,6 +16,7 @@ from relax_events.media.library import MediaLibrary
 from relax_events.models.adapters import Adapters, published_parameters
 from relax_events.models.causal_lm import open_device
 from relax_events.models.families import Family, freeze
+from relax_events.models.folder_weights import FolderWeights
 from relax_events.models.routers import Routers
 from relax_events.training.backend.determinism import make_deterministic
 from relax_events.training.backend.flat_parameters import FlatParameters
@@ -57,6 +58,7 @@ class TorchBackend(PolicyTraining):
             dtype=dtype,
             balances_experts=config.algorithm.load_balancing_coefficient > 0,
             prepare=self._prepare_model,
+            is_sharded=self.waits_for_step,
         )
         self._media = SampleMedia(self._model.family, MediaLibrary(config))
         self._parameters = self._layout.open_parameters(self._model.module)
@@ -70,21 +72,22 @@ class TorchBackend(PolicyTraining):
         family: Family,
         adapters: Adapters | None,
         routers: Routers | None,
+        weights: FolderWeights | None,
     ) -> None:
-        """Freeze parts of the loaded model or initialise its adapters, set what it recomputes, and
-        shard it.
+        """Freeze parts of the model, set what it recomputes, shard and fill it, and initialise its
+        adapters.
         """
         config = self._config
         if adapters is None:
             freeze(module, config.model.frozen, family=family)
-        else:
-            adapters.initialise(seed=config.run.seed)
         layers = getattr(family.language_model(module), "layers", None)
         path = config.model.path
         if routers is None:
-            self._layout.prepare(module, layers, path=path)
+            self._layout.prepare(module, layers, path=path, weights=weights)
         else:
-            self._layout.prepare(module, layers, path=path, bind=routers.bind)
+            self._layout.prepare(module, layers, path=path, weights=weights, bind=routers.bind)
+        if adapters is not None:
+            adapters.initialise(seed=config.run.seed)
 
     @property
     def attention_cost(self) -> float:

@@ -49,7 +49,10 @@ class TorchCritic(ValueTraining):
             config=config.model,
             device=device,
             dtype=dtype,
-            prepare=lambda module, layers: self._layout.prepare(module, layers, path=path),
+            prepare=lambda module, layers, weights: self._layout.prepare(
+                module, layers, path=path, weights=weights
+            ),
+            is_sharded=self.waits_for_step,
         )
         self._media = SampleMedia(self._model.family, MediaLibrary(config, model_path=path))
         self._parameters = self._layout.open_parameters(self._model.module)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from relax_events.config import TrainerConfig
 from relax_events.errors import ConfigError
+from relax_events.models.folder_weights import FolderWeights
 from relax_events.training.backend.flat_parameters import FlatParameters
 from relax_events.training.backend.out_of_memory import PassMemory
 from relax_events.training.backend.recomputation import Bind, recompute_layers
@@ -68,14 +69,16 @@ class TorchLayout:
         layers: object,
         *,
         path: Path,
+        weights: FolderWeights | None = None,
         bind: Bind = lambda forward: forward,
     ) -> None:
-        """Set what a loaded model recomputes, and shard it.
+        """Set what a model recomputes, and shard it.
 
         Args:
             module: The whole model.
             layers: Its decoder layers.
             path: Its folder.
+            weights: Of a model on `meta`, to fill once it is sharded; None of a loaded one.
             bind: See `recompute_layers`.
         Raises:
             ConfigError: The model has no list of layers, and needs one.
@@ -91,7 +94,7 @@ class TorchLayout:
         recompute_layers(layers, recomputed, bind=bind)
         if self.is_sharded:
             with self._ranks.guard("sharding the model"):
-                shard_model(module, layers=layers, device=self._device)
+                shard_model(module, layers=layers, device=self._device, weights=weights)
 
     def open_parameters(self, module: nn.Module) -> FlatParameters | ShardedParameters:
         """Return the store of the parameters of a prepared model."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 
 from relax_events.config import ModelConfig
 from relax_events.media.model_inputs import MediaInputs
-from relax_events.models.causal_lm import load_causal_lm
+from relax_events.models.causal_lm import build_causal_lm, load_causal_lm
 from relax_events.models.families import Family, read_family
+from relax_events.models.folder_weights import FolderWeights
 from relax_events.training.backend.packing_probe import build_probe, isolates_neighbours
 from relax_events.training.backend.sharded_parameters import call_with_weights
 from relax_events.training.batch.packing import PackedBatch
@@ -73,7 +75,8 @@ class ValueModel:
         config: ModelConfig,
         device: torch.device,
         dtype: torch.dtype | None = None,
-        prepare: Callable[[nn.Module, object], None] = lambda module, layers: None,
+        prepare: Callable[[nn.Module, object, FolderWeights | None], None] = lambda *_: None,
+        is_sharded: bool = False,
     ) -> None:
         """Load the backbone from a folder; nothing is fetched.
 
@@ -82,8 +85,8 @@ class ValueModel:
             config: The attention implementation, and the dtype unless another is given.
             device: Where the weights go.
             dtype: Of the weights, for proofs in float64.
-            prepare: Shards the network with its decoder layers, or sets what it recomputes. Where
-                it shards, the constructor and all forward passes are collective.
+            prepare: Called with the network, its decoder layers and its weights.
+            is_sharded: See `PolicyModel`.
         Raises:
             ConfigError: The folder is missing, or holds no causal language model.
         """
@@ -92,21 +95,20 @@ class ValueModel:
         self.family = read_family(
             path, config.media, separately=True
         )  # other media in the batch change a sample's values by rounding at most
-        loaded = load_causal_lm(
-            path,
-            attention=config.attention,
-            dtype=self.dtype,
-            device=device,
-            loader=self.family.loader,
-            needs_head=False,
-        )
+        weights: FolderWeights | None = None
+        settings: dict[str, Any] = {"attention": config.attention, "loader": self.family.loader}
+        settings |= {"dtype": self.dtype, "needs_head": False}
+        if is_sharded:
+            loaded, weights = build_causal_lm(path, **settings)
+        else:
+            loaded = load_causal_lm(path, device=device, **settings)
         self.vocab_size = len(loaded.get_input_embeddings().get_parameter("weight"))
         hidden_size = loaded.config.get_text_config().hidden_size
         layers = getattr(self.family.language_model(loaded), "layers", None)
         self.module = ValueNetwork(
             self.family.remove_head(loaded), family=self.family, hidden_size=hidden_size
         )
-        prepare(self.module, layers)
+        prepare(self.module, layers, weights)
         self.shares_rows = isolates_neighbours(self._probe_positions)
 
     def token_values(self, batch: PackedBatch) -> Float[Tensor, " loss_tokens"]:
