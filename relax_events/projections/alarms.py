@@ -4,7 +4,7 @@ verdict, the page, the terminal and the report.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from relax_events.events.parts import WorkerState
@@ -99,12 +99,10 @@ def _of_workers(settings: AlarmSettings, state: RunState, now: int) -> Iterator[
     workers = settings.workers
     live = find_live_workers(state, workers, now=now)
     forgotten_before = now - 20 * compute_silence_limit(workers)
-    alive = set()
     for heartbeat in state.workers.values():
         if heartbeat.state is WorkerState.STOPPED or heartbeat.sent_at < state.resumed_at:
             continue
         if heartbeat.worker_id in live:
-            alive.add(heartbeat.role)
             if alarm := _of_sessions(settings, state, heartbeat):
                 yield alarm
             if heartbeat.activity_deadline_at is not None and now > heartbeat.activity_deadline_at:
@@ -117,17 +115,28 @@ def _of_workers(settings: AlarmSettings, state: RunState, now: int) -> Iterator[
                 "RelaxControllerSilent" if heartbeat.role == "controller" else "RelaxWorkerSilent",
                 {"worker": heartbeat.worker_id},
             )
-    roles_with_heartbeats = {
-        one.role for one in state.workers.values() if one.sent_at >= state.resumed_at
-    }
+    for role in _list_missing_roles(settings, state, live):
+        values = {"role": role}
+        yield Alarm("role_without_worker", "critical", 0, "RelaxRoleWithoutWorker", values)
+
+
+def _list_missing_roles(
+    settings: AlarmSettings, state: RunState, live: Mapping[str, WorkerHeartbeat]
+) -> list[str]:
+    """Return the roles without a live worker; none while a run starts, drains, or is interrupted:
+    then its workers come and go one after another.
+    """
+    session = [one for one in state.workers.values() if one.sent_at >= state.resumed_at]
+    alive = {one.role for one in live.values() if one.sent_at >= state.resumed_at}
+    stopped = {one.role for one in session if one.state is WorkerState.STOPPED} - alive
+    is_draining = len(stopped) > 1 or any(
+        one.state is WorkerState.DRAINING for one in live.values()
+    )
+    if not alive or is_draining:
+        return []
     has_begun = bool(state.steps) and state.steps[-1].committed_at >= state.resumed_at
-    for role in settings.roles if alive else ():
-        if role not in alive and (
-            has_begun or role in roles_with_heartbeats
-        ):  # else it may only start
-            yield Alarm(
-                "role_without_worker", "critical", 0, "RelaxRoleWithoutWorker", {"role": role}
-            )
+    expected = settings.roles if has_begun else {one.role for one in session}
+    return [role for role in settings.roles if role in expected and role not in alive]
 
 
 def _of_sessions(

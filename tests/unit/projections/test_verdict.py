@@ -18,7 +18,7 @@ from run_events import make_heartbeat, train_step
 from small_settings import small_run
 
 from relax_events.config import RunConfig
-from relax_events.events.parts import Outcome
+from relax_events.events.parts import Outcome, WorkerState
 from relax_events.events.types import MetricsReported, TrainStepCommitted
 from relax_events.packages.dashboard.registry import find_runbook
 from relax_events.projections.alarm_texts import TEXTS
@@ -230,7 +230,7 @@ def test_dead_sessions_of_programs_are_named_while_workers_live() -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_healthy_runs_have_no_illness_at_any_step(run: str) -> None:
-    """Runs that learned, recorded by real processes: async, sync, agents and others."""
+    """Runs that learned, recorded by real processes: async, sync, and trained again from the log."""
     curves = RUNS[run]["curves"]
     phases = curves.pop("phase_seconds", {})
     config = build_config(max_staleness=RUNS[run]["max_staleness"])
@@ -255,6 +255,24 @@ def test_role_that_never_had_a_worker_is_missing_once_steps_are_trained() -> Non
     alive = make_heartbeat("prompter-0", at_seconds=1000.5)
     assert decide([], alive).name == "few_steps"
     assert decide(make_steps(1), alive).name == "role_without_worker"
+
+
+def test_workers_that_drain_at_the_end_of_a_session_are_not_missing() -> None:
+    steps = make_steps()
+    stopped = [
+        make_heartbeat(f"{role}-0", at_seconds=1059, state=WorkerState.STOPPED)
+        for role in ("controller", "prompter")
+    ]
+    alive = [
+        make_heartbeat(f"{role}-0", at_seconds=1059)
+        for role in build_config().roles()
+        if role not in ("controller", "prompter")
+    ]
+    draining = replace(alive[-1], state=WorkerState.DRAINING)
+    controller_alone = [stopped[0], make_heartbeat("prompter-0", at_seconds=1059)]
+    assert decide(steps, *alive, *controller_alone).name == "role_without_worker"
+    assert decide(steps, *alive, *controller_alone, draining).name == "reward_rises"
+    assert decide(steps, *alive, *stopped).name == "reward_rises"
 
 
 @pytest.mark.parametrize("count", [0, 9])
