@@ -35,6 +35,15 @@ def relax(tmp_path: Path) -> Relax:
     return call
 
 
+@pytest.fixture
+def replay_options(bootstrap_servers: str, tmp_path: Path) -> tuple[str, ...]:
+    """Return options of a replay or fork that is made in the test's folder, of a run that was made
+    elsewhere."""
+    directory = str(tmp_path / ".relax")
+    servers = ("--bootstrap-servers", bootstrap_servers)
+    return (*servers, "--directory", directory, "--trust-source")
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with prompts, a reward file and a random model, as `relax models prepare`

@@ -133,16 +133,14 @@ def test_live_run_reports_importance_correction_metrics(source: FinishedRun) -> 
 
 @pytest.mark.parametrize("name", [*OF_THIS_SOURCE, "mine.py:MINE"])
 def test_algorithm_trains_recorded_rollouts(
-    name: str, relax: Relax, source: FinishedRun, run_id: str, tmp_path: Path
+    name: str,
+    relax: Relax,
+    source: FinishedRun,
+    run_id: str,
+    tmp_path: Path,
+    replay_options: tuple[str, ...],
 ) -> None:
     (tmp_path / "mine.py").write_text(MINE)
-    where = (
-        "--bootstrap-servers",
-        source.config.broker.bootstrap_servers,
-        "--directory",
-        str(tmp_path / ".relax"),
-        "--trust-source",
-    )
     overrides = (f"algorithm.name={name}", *MORE.get(name, ()))
     ended = relax(
         "runs",
@@ -152,7 +150,7 @@ def test_algorithm_trains_recorded_rollouts(
         *overrides,
         "--until-version",
         "2",
-        *where,
+        *replay_options,
         timeout_seconds=200,
     )
     assert ended.code == 0, ended.err

@@ -113,24 +113,18 @@ def test_policy_is_not_trained_during_critic_warmup(ppo_run: FinishedRun) -> Non
 
 @pytest.mark.long
 def test_replay_of_a_fork_holds_the_steps_that_the_fork_held(
-    relax: Relax, ppo_run: FinishedRun, run_id: str, tmp_path: Path
+    relax: Relax, ppo_run: FinishedRun, run_id: str, tmp_path: Path, replay_options: tuple[str, ...]
 ) -> None:
-    where = (
-        "--bootstrap-servers",
-        ppo_run.config.broker.bootstrap_servers,
-        "--directory",
-        str(tmp_path / ".relax"),
-        "--trust-source",
-    )
     source, fork = ppo_run.config.run.id, f"{run_id}-fork"
     forked = relax(
-        *("runs", "fork", source, fork, "--at-version", "1", *where), timeout_seconds=300
+        *("runs", "fork", source, fork, "--at-version", "1", *replay_options), timeout_seconds=300
     )
     assert forked.code == 0, forked.err
     report = report_of(tmp_path, fork)
     assert report["curves"]["learning_rate"] == [None, 1e-3]
     verified = relax(
-        *("runs", "replay", fork, f"{run_id}-same", "--verify", *where), timeout_seconds=300
+        *("runs", "replay", fork, f"{run_id}-same", "--verify", *replay_options),
+        timeout_seconds=300,
     )
     assert verified.code == 0, verified.err
     same = report_of(tmp_path, f"{run_id}-same")
@@ -139,18 +133,16 @@ def test_replay_of_a_fork_holds_the_steps_that_the_fork_held(
 
 @pytest.mark.long
 def test_replay_needs_no_critic_where_values_were_recorded(
-    relax: Relax, ppo_run: FinishedRun, finished_run: FinishedRun, run_id: str, tmp_path: Path
+    relax: Relax,
+    ppo_run: FinishedRun,
+    finished_run: FinishedRun,
+    run_id: str,
+    tmp_path: Path,
+    replay_options: tuple[str, ...],
 ) -> None:
-    where = (
-        "--bootstrap-servers",
-        ppo_run.config.broker.bootstrap_servers,
-        "--directory",
-        str(tmp_path / ".relax"),
-        "--trust-source",
-    )
     source = ppo_run.config.run.id
     verified = relax(
-        "runs", "replay", source, f"{run_id}-same", "--verify", *where, timeout_seconds=200
+        "runs", "replay", source, f"{run_id}-same", "--verify", *replay_options, timeout_seconds=200
     )
     assert verified.code == 0, verified.err
     other = relax(
@@ -159,7 +151,7 @@ def test_replay_needs_no_critic_where_values_were_recorded(
         source,
         f"{run_id}-other",
         "algorithm.gae_lambda=0.5",
-        *where,
+        *replay_options,
         timeout_seconds=200,
     )
     assert other.code == 0, other.err
@@ -172,7 +164,7 @@ def test_replay_needs_no_critic_where_values_were_recorded(
         finished_run.config.run.id,
         f"{run_id}-none",
         "algorithm.name=ppo",
-        *where,
+        *replay_options,
         timeout_seconds=200,
     )
     assert refused.code != 0

@@ -92,7 +92,12 @@ def test_policy_approaches_two_teachers_each_on_its_own_source(
 
 @pytest.mark.long
 def test_replay_distills_sampled_tokens_with_another_coefficient(
-    relax: Relax, run_file: Path, bootstrap_servers: str, run_id: str, teacher: Path, tmp_path: Path
+    relax: Relax,
+    run_file: Path,
+    bootstrap_servers: str,
+    run_id: str,
+    teacher: Path,
+    replay_options: tuple[str, ...],
 ) -> None:
     sync = (
         "run.mode=sync",
@@ -111,20 +116,13 @@ def test_replay_distills_sampled_tokens_with_another_coefficient(
     assert np.mean(first["teacher_kl"][-10:]) < 0.9 * np.mean(first["teacher_kl"][:3]), (
         "of the sampled tokens alone: one step's varies by a tenth"
     )
-    where = (
-        "--bootstrap-servers",
-        bootstrap_servers,
-        "--directory",
-        str(tmp_path / ".relax"),
-        "--trust-source",
-    )
     again = relax(
         "runs",
         "replay",
         run_id,
         f"{run_id}-b",
         "algorithm.distill_coefficient=0.5",
-        *where,
+        *replay_options,
         timeout_seconds=200,
     )
     assert again.code == 0, again.err
@@ -134,7 +132,7 @@ def test_replay_distills_sampled_tokens_with_another_coefficient(
     )  # of the same recorded tokens
     assert second["loss"][0] == pytest.approx(first["loss"][0] / 2, rel=1e-3)
     refused = relax("runs", "replay", run_id, f"{run_id}-c", "algorithm.distill_placement=loss", "algorithm.distill_tokens=teacher_topk",
-                    "algorithm.distill_top_k=4", *where, timeout_seconds=200)  # fmt: skip
+                    "algorithm.distill_top_k=4", *replay_options, timeout_seconds=200)  # fmt: skip
     assert refused.code == 2
     assert "is not on the log" in refused.err
 
