@@ -123,6 +123,9 @@ timeout_seconds = 120
 kl_coefficient = 0.0
 old_logprobs = "actor"
 
+[trainer]
+max_start_mismatch = 100.0  # the engine has no log-probabilities: it plays a script
+
 [scaling]
 api = "off"
 
