@@ -338,7 +338,7 @@ class Run:
     @contextmanager
     def _watch_end(self) -> Iterator[Callable[[], bool]]:
         """Give a function that says whether the run has ended: that the process of this handle has,
-        or by the log that nobody works on the run.
+        or by the log that no worker of the run is alive.
         """
         if self._process is not None:
             yield lambda: not self.is_alive

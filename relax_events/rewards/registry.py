@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeVar
@@ -151,6 +151,10 @@ class RewardFunction(Protocol):
     parameters that it does not read: `(completion)` is enough. Further keyword arguments are
     options.
 
+    A function with a parameter `completions` and a `**` parameter is called by TRL's convention:
+    with `prompts`, `completions`, `completion_ids` and each column of the row by its name, all as
+    lists with an element for each completion; `answer` is the reference answer.
+
     It may also return `turn_rewards`, a number for each completion, and `token_rewards`, one for
     each sampled token. They are added to the total; algorithms with token-level advantages use
     their positions.
@@ -229,12 +233,15 @@ def load_reward(
     digest = reward_digest(
         module, function.__name__, options=checked, weights=weights or {}, packages=facts.packages
     )
-    bound = partial(function, **checked) if checked else function
+    by_columns = takes_columns(function)
+    called = pass_columns(function) if by_columns else function
+    bound = partial(called, **checked) if checked else called
     files = tuple(source_files(module).values())
     optional_arguments = tuple(
         argument
         for argument in OPTIONAL_ARGUMENTS
         if argument in inspect.signature(function).parameters
+        or (by_columns and argument == OPTIONAL_ARGUMENTS[1])
     )
     return LoadedReward(
         name,
@@ -268,7 +275,39 @@ def find_function(name: str) -> tuple[Callable[..., Any], ModuleType]:
 
 def takes_prompt_group(function: Callable[..., Any]) -> bool:
     """Return whether a function takes the completions of a whole prompt group."""
-    return next(iter(inspect.signature(function).parameters), "") == PROMPT_GROUP_PARAMETER
+    first = next(iter(inspect.signature(function).parameters), "")
+    return first == PROMPT_GROUP_PARAMETER or takes_columns(function)
+
+
+def takes_columns(function: Callable[..., Any]) -> bool:
+    """Return whether a function is called by TRL's convention; see `RewardFunction`."""
+    parameters = inspect.signature(function).parameters
+    return PROMPT_GROUP_PARAMETER in parameters and any(
+        one.kind is one.VAR_KEYWORD for one in parameters.values()
+    )
+
+
+def pass_columns(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes a prompt group as all others do, and calls one of TRL's
+    convention.
+    """
+
+    @wraps(function)
+    def call(
+        completions: list[str],
+        *,
+        answer: str,
+        metadata: Mapping[str, Any],
+        prompt: str,
+        token_ids: list[list[int]],
+        **options: Any,
+    ) -> Any:
+        columns = {"answer": answer, **metadata, "prompts": prompt}
+        lists = {name: [value] * len(completions) for name, value in columns.items()}
+        lists |= {PROMPT_GROUP_PARAMETER: completions, "completion_ids": token_ids}
+        return function(**lists | options)
+
+    return call
 
 
 def list_options(function: Callable[..., Any]) -> list[RewardOption]:
@@ -331,13 +370,16 @@ def _option_fields(function: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
         hints = typing.get_type_hints(function)
     except NameError:  # Names imported for type checkers only: any type is accepted.
         hints = {}
+    parameters = list(inspect.signature(function).parameters.values())
+    by_columns = takes_columns(function)
     return {
         parameter.name: (
             hints.get(parameter.name, Any),
             ... if parameter.default is parameter.empty else parameter.default,
         )
-        for parameter in list(inspect.signature(function).parameters.values())[1:]
-        if parameter.name not in (*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS)
+        for parameter in (parameters if by_columns else parameters[1:])
+        if not (by_columns and parameter.default is parameter.empty)
+        and parameter.name not in (*CALL_ARGUMENTS, *OPTIONAL_ARGUMENTS)
         and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }
 

@@ -121,10 +121,11 @@ import relax_events as rx
 
 BONUS = 1.0
 
-def bonus(completion):
-    return len(set(completion)) / 10 + BONUS
+def bonus(prompts, completions, level, **columns):
+    assert len(prompts) == len(completions) == len(columns["completion_ids"]) == 4
+    return [len(set(one)) / 10 + BONUS * part for one, part in zip(completions, level)]
 
-run = rx.train(data=[{{"prompt": "a"}}, {{"prompt": "b"}}, {{"prompt": "c"}}, {{"prompt": "d"}}],
+run = rx.train(data=[{{"prompt": one, "level": 2**70 / 2**70}} for one in "abcd"],
                reward=bonus, steps=1, run_id={run_id!r}, **{settings!r})
 run.wait(timeout=200)
 print(sum(sample["reward"] >= 1.0 for sample in run.samples()))
@@ -135,7 +136,7 @@ print(sum(sample["reward"] >= 1.0 for sample in run.samples()))
 def test_function_of_a_script_scores_and_a_missing_model_is_the_runs_error(
     prepared: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
-    settings = small(prepared, tmp_path, bootstrap_servers) | {"data.answer_key": ""}
+    settings = small(prepared, tmp_path, bootstrap_servers)
     plain = {
         key: str(value) if isinstance(value, Path) else value for key, value in settings.items()
     }

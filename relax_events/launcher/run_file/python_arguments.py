@@ -31,6 +31,9 @@ RUN_FILE, ROWS_FILE, DATASET_FILE, REWARD_FILE = (
     "rows.parquet",
     "reward.py",
 )
+ANSWER = "answer"
+"""The column of the reference answer, unless `data.answer_key` names another; rows of objects may
+lack it."""
 ORIGIN = "train"
 """Stands for the run file in errors."""
 SCHEME = re.compile(r"[a-z_]+:")
@@ -63,6 +66,8 @@ def write_run_file(
     files: dict[str, Writer] = {}
     if data is not None:
         nest_settings({"data.source": name_data(data, folder, files)}, tree)
+        if (columns := list_columns(data)) and ANSWER not in columns:
+            tree["data"].setdefault("answer_key", "")
     if callable(reward):
         function, text = name_reward(reward, folder / REWARD_FILE)
         nest_settings({"reward.function": function}, tree)
@@ -82,7 +87,7 @@ def write_run_file(
         _refuse_other_settings(load_run_config(path), config, accepts_changes=accepts_changes)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name, write in files.items():
-        _place(folder / name, write, run_id=config.run.id)
+        _write_file(folder / name, write, run_id=config.run.id)
     write_private(path, text.encode())
     return path
 
@@ -140,6 +145,16 @@ def name_data(data: Any, folder: Path, files: dict[str, Writer]) -> str:
     return f"jsonl:{folder / ROWS_FILE}"
 
 
+def list_columns(data: Any) -> list[str]:
+    """Return the columns of rows that were passed as objects; none where they are not known before
+    they are read.
+    """
+    if hasattr(data, "column_names"):
+        return list(data.column_names)
+    first = data[0] if isinstance(data, list | tuple) and data else None
+    return list(first) if isinstance(first, Mapping) else []
+
+
 def name_source(data: Path) -> str:
     """Return `data.source` of a file or a folder.
 
@@ -175,7 +190,7 @@ def _write_rows(rows: Iterable[Any], path: Path) -> None:
             file.write(write_object(dict(row), f"data: row {number}", takes_nan=False) + "\n")
 
 
-def _place(path: Path, write: Writer, *, run_id: str) -> None:
+def _write_file(path: Path, write: Writer, *, run_id: str) -> None:
     """Write a file that appears when it is whole; one that is there must have the same content."""
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:

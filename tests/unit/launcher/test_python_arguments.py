@@ -66,6 +66,18 @@ def test_run_file_holds_settings_rows_and_the_reward_of_an_importable_function(
     assert [rows.row(index).messages[0].text for index in range(2)] == ["two", "drei\u2028🙂"]
 
 
+@pytest.mark.parametrize("key", ["", "solution"])
+def test_rows_without_an_answer_leave_it_out_unless_a_column_is_named(
+    tmp_path: Path, key: str
+) -> None:
+    settings = {"data.answer_key": key or None}
+    path = write(tmp_path, data=[{"prompt": "2 + 2", "solution": 4}], **settings)
+    config = load_run_config(path, environment={})
+    assert config.data.answer_key == key
+    row = JsonlSource(Path(config.data.source.removeprefix("jsonl:")), config.data).row(0)
+    assert (row.answer, parse_json(row.metadata)) == (("4", {}) if key else ("", {"solution": 4}))
+
+
 def test_toml_keeps_every_value() -> None:
     tree = {
         "a": {

@@ -1,5 +1,6 @@
 """The reward registry: built-in functions, functions of a user's file, and valid return values."""
 
+import asyncio
 import hashlib
 import json
 import math
@@ -136,7 +137,7 @@ def test_reward_registry_lists_its_built_in_functions() -> None:
         ("def score(completion): return 1.0", ()),
         ("def score(completion, *, metadata): return 1.0", ("metadata",)),
         ("def score(completion, prompt, answer): return 1.0", ("answer", "prompt")),
-        ("def score(completions, **given): return [1.0]", ("answer", "metadata", "prompt")),
+        ("def score(completion, **given): return 1.0", ("answer", "metadata", "prompt")),
     ],
 )
 def test_reward_function_takes_only_the_arguments_that_it_names(
@@ -145,6 +146,36 @@ def test_reward_function_takes_only_the_arguments_that_it_names(
     file = tmp_path / "mine.py"
     file.write_text(definition)
     assert load_reward(f"{file}:score").named_arguments == named
+
+
+def test_function_of_trl_gets_lists_and_columns_by_their_names(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(prompts, completions, ground_truth, scale: float = 1.0, **columns):\n"
+        "    return [prompts, completions, ground_truth, scale, columns]\n"
+        "def only(completions, **columns): return [len(one) for one in completions]\n"
+        "async def later(completions, answer, **_): return answer\n"
+    )
+    loaded = load_reward(f"{file}:score", options={"scale": 2})
+    assert (loaded.takes_prompt_group, loaded.optional_arguments) == (True, ("token_ids",))
+    call = {
+        "answer": "4",
+        "metadata": {"ground_truth": 4, "level": None},
+        "prompt": "2 + 2",
+        "token_ids": [[1], [2, 3]],
+    }
+    assert set(loaded.named_arguments) | {"token_ids"} == set(call)
+    assert loaded.function(["4", "5"], **call) == [
+        ["2 + 2", "2 + 2"],
+        ["4", "5"],
+        [4, 4],
+        2.0,
+        {"answer": ["4", "4"], "level": [None, None], "completion_ids": [[1], [2, 3]]},
+    ]
+    assert load_reward(f"{file}:only").function(["", "abc"], **call) == [0, 3]
+    later = load_reward(f"{file}:later")
+    assert later.is_async
+    assert asyncio.run(later.function(["a", "b"], **call)) == ["4", "4"]
 
 
 @pytest.mark.parametrize(
@@ -167,14 +198,19 @@ def test_reward_function_takes_only_the_arguments_that_it_names(
         ),
         (SCORE.replace(" = 1.0", ""), {}, r"score needs scale, which no call gives"),
         (
-            "def score(completions, ground_truth, **kwargs): pass",
+            "def score(completions, ground_truth): pass",
             {},
             r"score needs ground_truth, .* read metadata\['ground_truth'\], or set data.answer_key",
         ),
         (
-            "def score(prompts, completions, **kwargs): pass",
+            "def score(prompts, completions): pass",
             {},
             "needs completions, .* the completion is the first parameter, of any name",
+        ),
+        (
+            "def score(completions, scale: float = 1.0, **columns): pass",
+            {"scale": "much"},
+            r"reward.options.scale: Input should be a valid number",
         ),
         (
             "score = type('Score', (), {'__call__': lambda *a, **k: 1})()",
