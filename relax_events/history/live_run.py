@@ -22,7 +22,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
-from relax_events.projections.run_state import RUN_STATE_TOPICS, RunState
+from relax_events.projections.run_state import MAX_KEPT, RUN_STATE_TOPICS, RunState
 from relax_events.projections.run_status import RunStatus, decide_status, find_live_workers
 from relax_events.runtime.control_follower import ControlFollower
 from relax_events.session.change_audit import build_change
@@ -50,7 +50,11 @@ class RunFollower(AbstractContextManager["RunFollower"]):
 
     def __enter__(self) -> Self:
         self._follower = ControlFollower(
-            self.connection, TopicPlan.from_config(self.config), self._codec, also=RUN_STATE_TOPICS
+            self.connection,
+            TopicPlan.from_config(self.config),
+            self._codec,
+            also=RUN_STATE_TOPICS,
+            num_versions=MAX_KEPT,
         )
         self._follower.start(self._apply)
         self._codec.frame()
