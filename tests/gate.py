@@ -21,6 +21,7 @@ COSTLY = (
     "component/test_rewards_services.py",
     "component/test_rewards_pool.py",
     "component/test_environments.py",
+    "component/test_sharded_loading.py",
     "component/test_site.py",
     "component/test_wheel.py",
     "component/test_fork_server.py::test_fork_server_has_no_threads_or_open_files_after_imports",

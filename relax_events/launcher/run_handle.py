@@ -38,7 +38,6 @@ from relax_events.session.broker_address import attach as attach_broker
 from relax_events.topics.names import TRAIN_STEPS
 
 COMMAND = "relax_events.cli"
-OUTPUT_FILE = Path("logs", "relax-run.log")
 ERROR = "\nerror: "
 TURN_SECONDS = 0.5
 STOP_SECONDS = 600.0
@@ -93,7 +92,7 @@ def train(
         named | settings, data=data, reward=reward, accepts_changes=accept_changes
     )
     flags = ["--accept-changes"] if accept_changes else []
-    return Run(path, on_step=on_step).start(["run", str(path), *flags])
+    return Run(path, on_step=on_step).start("run", [str(path), *flags])
 
 
 def attach(run_file: str | Path, *, on_step: OnStep | None = None) -> Run:
@@ -125,12 +124,13 @@ class Run:
         self._opened: RunConfig | None = None
         self._next_step = 0
 
-    def start(self, arguments: list[str]) -> Run:
-        """Start a command that trains the run; it drains when this process ends."""
-        self._output = self.run_file.parent / OUTPUT_FILE
+    def start(self, command: str, arguments: list[str]) -> Run:
+        """Start a command of `relax` with the run; it drains when this process ends."""
+        name = f"relax-{command.replace(' ', '-')}.log"
+        self._output = self.run_file.parent / "logs" / name
         self._output_start = self._output.stat().st_size if self._output.exists() else 0
         self._shown_until = self._output_start
-        self._process = start_module(COMMAND, arguments, output=self._output)
+        self._process = start_module(COMMAND, [*command.split(), *arguments], output=self._output)
         atexit.register(self._close, os.getpid())
         return self
 
@@ -249,7 +249,7 @@ class Run:
         """
         flags = [_write_option(name, value) for name, value in options.items()]
         child = Run(self.run_file).start(
-            ["models", "export", str(self.run_file), "--to", str(path), *flags]
+            "models export", [str(self.run_file), "--to", str(path), *flags]
         )
         child.wait()
         return Path(path)
@@ -265,8 +265,8 @@ class Run:
         folder = load_run_config(self.run_file).run_directory.with_name(run_id)
         overrides = list(_list_overrides(settings))
         source = ["--at-version", str(at_version), "--config", str(self.run_file)]
-        command = ["runs", "fork", self.run_id, run_id, *overrides, *source]
-        return Run(folder / "run-file.json", on_step=self._on_step).start(command)
+        arguments = [self.run_id, run_id, *overrides, *source]
+        return Run(folder / "run-file.json", on_step=self._on_step).start("runs fork", arguments)
 
     def _repr_html_(self) -> str:
         view = self.view
@@ -290,26 +290,34 @@ class Run:
         return self._opened
 
     def _open_log(self) -> RunLog:
-        """Open the run's log; wait for it while the run starts.
+        """Open the run's log; wait for it while the run starts. Errors as for `_find_log`."""
+        while (log := self._find_log()) is None:
+            self._wait_turn()
+        return log
+
+    def _find_log(self) -> RunLog | None:
+        """Open the run's log; return None where the run is about to start.
 
         Raises:
             RunFailed: The run has ended without a log.
         """
-        while True:
-            was_alive = self.is_alive
-            try:
-                return RunLog(self._open(), name="python")
-            except (BrokerUnavailable, ConfigError):
-                if not was_alive:
-                    self._require_success()
-                    raise
-            self._wait_turn()
+        was_alive = self.is_alive
+        try:
+            return RunLog(self._open(), name="python")
+        except (BrokerUnavailable, ConfigError):
+            if not was_alive:
+                self._require_success()
+                raise
+        return None
 
     def _follow_steps(self) -> Iterator[Row | None]:
         """Yield the steps as they come, and None where nothing came for a turn."""
         with self._watch_end() as has_ended:
             is_over = has_ended()
-            with self._open_log() as log:
+            while (opened := self._find_log()) is None:
+                self._wait_turn()
+                yield None
+            with opened as log:
                 spans = log.full_ranges(TRAIN_STEPS, range(1))
                 for record in log.read(spans, TrainStepCommitted):
                     yield build_step_row(record.event)

@@ -190,9 +190,11 @@ def _of_samples(settings: AlarmSettings, window: StepWindow, since: int) -> Iter
 
 
 def count_recent_outcomes(settings: AlarmSettings, state: RunState) -> Counter[Outcome]:
-    """Return the outcomes of as many of the newest prompt groups as 20 steps train."""
+    """Return the outcomes of as many of the newest prompt groups as 20 steps train, without spares
+    that were not needed.
+    """
     count = RECENT_STEPS * settings.prompts_per_step
-    return Counter(islice(reversed(state.recent_outcomes.values()), count))
+    return Counter(islice(filter(None, reversed(state.recent_outcomes.values())), count))
 
 
 def _of_signal(

@@ -25,7 +25,7 @@ from relax_events.events.types import (
     WorkerHeartbeat,
 )
 from relax_events.projections.base import RunPhase
-from relax_events.staleness import is_external
+from relax_events.staleness import is_external, was_left
 from relax_events.topics.names import EVALUATIONS, GROUP_OUTCOMES, HEARTBEATS, METRICS, TRAIN_STEPS
 
 EMPTY = np.zeros(0, np.int32)
@@ -52,9 +52,10 @@ class RunState(RunPhase):
     steps and outcomes behind it may be applied before it. Memory is bounded: unless `keeps_all` is
     set, only the newest steps, evaluations and metrics are kept. `critic_metrics` holds the metrics
     of the critic's steps by train step; `metrics` holds the newest report of every other worker.
-    `recent_outcomes` holds the newest ended prompt groups, oldest first. `steps` are kept without
-    their lists of samples. `skipped_at` and `failing_since` say when an update was skipped last,
-    and since when prompt groups fail in a row, 0 where they don't.
+    `recent_outcomes` holds the newest ended prompt groups, oldest first; None is the outcome of one
+    that its step did not need. `steps` are kept without their lists of samples. `skipped_at` and
+    `failing_since` say when an update was skipped last, and since when prompt groups fail in a row,
+    0 where they don't.
     """
 
     keeps_all: bool = False
@@ -64,7 +65,7 @@ class RunState(RunPhase):
     steps: list[TrainStepCommitted] = field(default_factory=list)
     evaluations: dict[tuple[int, str], PolicyEvaluated] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
-    recent_outcomes: dict[str, Outcome] = field(default_factory=dict)
+    recent_outcomes: dict[str, Outcome | None] = field(default_factory=dict)
     num_consecutive_failures: int = 0
     failing_since: int = 0
     last_failure: str = ""
@@ -134,7 +135,7 @@ class RunState(RunPhase):
     def _apply_outcome(self, event: PromptGroupEnded) -> None:
         if event.prompt_group_id in self.recent_outcomes or is_external(event.prompt_group_id):
             return
-        self.recent_outcomes[event.prompt_group_id] = event.outcome
+        self.recent_outcomes[event.prompt_group_id] = None if was_left(event) else event.outcome
         self._bound(self.recent_outcomes, limit=MAX_RECENT_IDS)
         self.outcomes[event.outcome.value] += 1
         if event.outcome is Outcome.FAILED and event.ended_at > self.resumed_at:

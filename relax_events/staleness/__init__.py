@@ -14,6 +14,7 @@ from relax_events.staleness.admission import (
     count_missing,
     describe_left,
     is_external,
+    was_left,
 )
 from relax_events.staleness.updating import (
     choose_submissions,
@@ -53,5 +54,6 @@ __all__ = [
     "may_load",
     "may_submit",
     "reference_version",
+    "was_left",
     "window",
 ]

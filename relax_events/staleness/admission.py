@@ -21,6 +21,8 @@ NUM_REMEMBERED_IDS = 1024
 """The records of a prompt group come together, and each names it several times."""
 FIRST_EXTERNAL_INDEX = 1_000_000
 """The first `group_index` of external prompt groups. It exceeds the size of every train batch."""
+LEFT = "its step was trained before version"
+"""Begins the reason why a prompt group ends that its step does not need."""
 SLOTS_PER_PROMPT = 16
 """Batch slots of a train step, in multiples of `run.prompts_per_step`: those behind the first are
 spares."""
@@ -120,7 +122,14 @@ def describe_left(version: int) -> str:
     """Return why a prompt group ends whose step has its batch, with or without it: the step was
     trained before this version.
     """
-    return f"its step was trained before version {version}"
+    return f"{LEFT} {version}"
+
+
+def was_left(event: PromptGroupEnded) -> bool:
+    """Return whether a prompt group ended because its step had its batch: it was a spare, or was
+    delivered again.
+    """
+    return event.reason.startswith(LEFT)
 
 
 def admitted_steps(published_version: int, *, max_staleness: int, num_steps: int) -> range:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
+import queue
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,8 +43,9 @@ def name_device(device: torch.device) -> str:
 
 def wait_for_turn(turn: DeviceTurn, drain: Drain) -> bool:
     """Wait until a turn begins; return False when the drain started first."""
-    changed = threading.Event()
-    drain.on_start(changed.set)
-    if not turn.ask(changed.set):
-        changed.wait()
+    changes: queue.SimpleQueue[None] = queue.SimpleQueue()
+    wake = partial(changes.put, None)
+    drain.on_start(wake)
+    if not turn.ask(wake):
+        changes.get()
     return turn.has_begun

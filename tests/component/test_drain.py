@@ -14,7 +14,9 @@ from instants import interrupt_everywhere
 
 from relax_events.engines.protocol import Engine
 from relax_events.episodes.call_engine import CallEngine
+from relax_events.runtime.device_turn import DeviceTurn
 from relax_events.runtime.drain import Drain
+from relax_events.training.shared_device import wait_for_turn
 
 
 def test_drain_starts_once_and_notifies_its_listeners() -> None:
@@ -61,6 +63,31 @@ def test_signal_at_any_instant_of_a_wait_starts_the_drain() -> None:
 
     assert interrupt_everywhere(prepare) > 5
     assert all(drain.requested and drain.wait(60) for drain in drains[:-1])
+
+
+class LateTurn(DeviceTurn):
+    """A turn that begins as soon as it has not begun at once."""
+
+    def __init__(self) -> None:
+        """Need no lock."""
+
+    def ask(self, on_begin: Callable[[], None] = lambda: None) -> bool:
+        """Ask."""
+        on_begin()
+        return False
+
+    @property
+    def has_begun(self) -> bool:
+        """Never, to tell it from the drain."""
+        return False
+
+
+def test_signal_at_any_instant_of_a_wait_for_the_device_starts_the_drain() -> None:
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        drain = Drain(seconds=30)
+        return lambda: wait_for_turn(LateTurn(), drain), drain.start
+
+    assert interrupt_everywhere(prepare) > 5
 
 
 class Idle(CallEngine):

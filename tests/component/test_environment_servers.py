@@ -253,11 +253,11 @@ def test_openenv_session_that_is_late_ends_alone_and_is_known_once_it_runs_alone
     tmp_path: Path,
 ) -> None:
     server = EchoServer()
-    text = r"took longer than 3 s \(environment.timeout_seconds\)"
+    text = r"took longer than 10 s \(environment.timeout_seconds\)"
     settings = {"interface": "openenv", "options": {"text_field": "text", "actions": "json"}}
     with (
         server.running() as address,
-        pool_of(tmp_path, address=address, timeout_seconds=3.0, **settings) as pool,
+        pool_of(tmp_path, address=address, timeout_seconds=10.0, **settings) as pool,
     ):
         session, neighbour = session_of(pool), session_of(pool, "g0/1")
         result_of(session.open())

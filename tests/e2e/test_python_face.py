@@ -45,7 +45,7 @@ def small(prepared: Path, folder: Path, bootstrap_servers: str) -> dict[str, Any
     }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_run_from_rows_and_a_function_is_read_back_as_rows(
     prepared: Path, bootstrap_servers: str, run_id: str, tmp_path: Path, relax: Relax
 ) -> None:
@@ -59,7 +59,7 @@ def test_run_from_rows_and_a_function_is_read_back_as_rows(
         on_step=lambda row: seen.append(row["train_step"]),
         **settings,
     )
-    assert run.wait(timeout=280) is run
+    assert run.wait(timeout=600) is run
     steps = run.steps()
     assert [step["train_step"] for step in steps] == seen == [0, 1, 2]
     assert run.metrics() == steps[-1]
@@ -89,7 +89,7 @@ def test_run_from_rows_and_a_function_is_read_back_as_rows(
         rx.train(data=ROWS, reward=spread, steps=3, run_id=run_id, **settings | {"run.seed": 3})
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_stopped_run_drains_and_is_resumed_by_its_run_file(
     prepared: Path, bootstrap_servers: str, run_id: str, tmp_path: Path, relax: Relax
 ) -> None:
@@ -132,7 +132,7 @@ print(sum(sample["reward"] >= 1.0 for sample in run.samples()))
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_function_of_a_script_scores_and_a_missing_model_is_the_runs_error(
     prepared: Path, bootstrap_servers: str, run_id: str, tmp_path: Path
 ) -> None:
@@ -143,7 +143,7 @@ def test_function_of_a_script_scores_and_a_missing_model_is_the_runs_error(
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(run_id=run_id, settings=plain))
     ended = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) >= 16

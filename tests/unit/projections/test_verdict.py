@@ -25,6 +25,7 @@ from relax_events.projections.alarm_texts import TEXTS
 from relax_events.projections.run_state import RunState
 from relax_events.projections.run_view import read_alarm_settings
 from relax_events.projections.verdict import Verdict, decide_verdict
+from relax_events.staleness import describe_left
 
 ROOT = Path(__file__).parents[3]
 RUNS = json.loads((ROOT / "tests" / "data" / "healthy_runs.json").read_text())
@@ -228,18 +229,33 @@ def test_dead_sessions_of_programs_are_named_while_workers_live() -> None:
     assert name(90) == "sessions_dead"
 
 
+def test_spares_that_no_step_needed_are_no_illness() -> None:
+    ends = end_groups(trained=80, expired=20)
+    spares = [
+        replace(end, reason=describe_left(7)) if end.outcome is Outcome.EXPIRED else end
+        for end in ends
+    ]
+    steps = make_steps(reward_mean=lambda x: 0.2 + 0.6 * x)
+    assert decide(steps, *ends).name == "samples_expired"
+    assert decide(steps, *spares).name == "reward_rises"
+    state = RunState()
+    for end in [*spares, *spares]:
+        state.apply(end)
+    assert state.outcomes == {"trained": 80, "expired": 20}
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_healthy_runs_have_no_illness_at_any_step(run: str) -> None:
     """Runs that learned, recorded by real processes: async, sync, and trained again from the log."""
     curves = RUNS[run]["curves"]
-    phases = curves.pop("phase_seconds", {})
+    phases = curves.get("phase_seconds", {})
     config = build_config(max_staleness=RUNS[run]["max_staleness"])
     state, names = RunState(), []
     for at, step in enumerate(curves["train_step"]):
         metrics = {
             name: values[at]
             for name, values in curves.items()
-            if name != "train_step" and values[at] is not None
+            if name not in ("train_step", "phase_seconds") and values[at] is not None
         }
         made = train_step(step, at_seconds=1000 + step, **metrics)
         made = replace(made, phase_seconds={name: values[at] for name, values in phases.items()})
