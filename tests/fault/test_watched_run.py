@@ -95,7 +95,7 @@ def test_run_is_inspected_and_stopped_from_another_shell_and_resumed(
     )
     code, shown = called(run, "status", run.run_file)
     assert code == 0
-    assert shown.startswith(f"run {run_id} running\nstep ")
+    assert f"\nrun {run_id} running\nstep " in shown
 
     code, shown = called(run, "health", run_id, *where, "--output", "json")
     assert (code, {row["worker"]: row["pid"] for row in orjson.loads(shown)}) == (
@@ -121,8 +121,9 @@ def test_run_is_inspected_and_stopped_from_another_shell_and_resumed(
         f"run {run_id} has ended already, at step "
     )
     assert called(run, "health", run_id, *where)[0] == 6
-    assert called(run, "status", run_id, *where)[1].startswith(
-        f"run {run_id} ended: stopped by relax runs stop"
+    assert (
+        f"\nrun {run_id} ended: stopped by relax runs stop"
+        in called(run, "status", run_id, *where)[1]
     )
 
     second = run.start(
