@@ -189,19 +189,19 @@ def _of_samples(settings: AlarmSettings, window: StepWindow, since: int) -> Iter
             yield Alarm(f"samples_{outcome}", "warning", since, runbook, {"ratio": ratio})
 
 
-def count_recent_outcomes(settings: AlarmSettings, state: RunState) -> Counter[Outcome]:
-    """Return the outcomes of as many of the newest prompt groups as 20 steps train, without spares
-    that were not needed.
+def compute_outcome_ratio(settings: AlarmSettings, state: RunState, outcome: Outcome) -> float:
+    """Return the share with this outcome of as many of the newest prompt groups as 20 steps train,
+    without spares that were not needed.
     """
     count = RECENT_STEPS * settings.prompts_per_step
-    return Counter(islice(filter(None, reversed(state.recent_outcomes.values())), count))
+    newest = Counter(islice(filter(None, reversed(state.recent_outcomes.values())), count))
+    return newest[outcome] / max(newest.total(), 1)
 
 
 def _of_signal(
     settings: AlarmSettings, state: RunState, window: StepWindow, since: int
 ) -> Iterator[Alarm]:
-    outcomes = count_recent_outcomes(settings, state)
-    filtered = outcomes[Outcome.FILTERED] / max(outcomes.total(), 1)
+    filtered = compute_outcome_ratio(settings, state, Outcome.FILTERED)
     equal = window.recent("equal_reward_ratio") or 0.0
     if filtered > FILTERED_RATIO or equal > SIGNALLESS_RATIO:
         values = {
@@ -215,8 +215,7 @@ def _of_signal(
 def _of_staleness(
     settings: AlarmSettings, state: RunState, window: StepWindow, since: int
 ) -> Iterator[Alarm]:
-    outcomes = count_recent_outcomes(settings, state)
-    expired = outcomes[Outcome.EXPIRED] / max(outcomes.total(), 1)
+    expired = compute_outcome_ratio(settings, state, Outcome.EXPIRED)
     staleness = window.recent("staleness_mean") or 0.0
     effective = window.recent("effective_sample_ratio")
     bound = settings.max_staleness

@@ -100,6 +100,17 @@ main()
 """
 
 
+def run_script(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python source in a process of its own, to its end."""
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
 def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yield the words of every command, the groups' own included."""
     for name in parent:
@@ -109,19 +120,13 @@ def subcommands(parent: App = app, words: tuple[str, ...] = ()) -> Iterator[tupl
 
 
 def test_help_imports_no_heavy_packages() -> None:
-    asked = subprocess.run(
-        [sys.executable, "-c", HELP], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert asked.stdout == help_text() + "\nloaded: []\n"
+    assert run_script(HELP).stdout == help_text() + "\nloaded: []\n"
 
 
 def test_import_of_the_package_loads_no_heavy_packages_before_its_face_is_used() -> None:
     loaded = f"print([name for name in {HEAVY!r} if name in sys.modules])"
     code = f"import sys, relax_events; dir(relax_events); {loaded}; print(relax_events.train.__module__)"
-    asked = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert asked.stdout == "[]\nrelax_events.launcher.run_handle\n"
+    assert run_script(code).stdout == "[]\nrelax_events.launcher.run_handle\n"
 
 
 def test_help_names_every_command_and_nothing_else() -> None:
@@ -236,9 +241,7 @@ def test_failed_worker_exits_at_once_with_its_error_as_the_last_log_line(
 
 
 def test_worker_terminated_during_startup_releases_its_resources() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", EARLY_END], capture_output=True, text=True, timeout=200, check=False
-    )
+    ended = run_script(EARLY_END)
     assert (ended.returncode, ended.stdout) == (143, "gave back\n")
 
 
@@ -257,13 +260,7 @@ def test_keyboard_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch)
 def test_interrupt_under_an_error_of_the_kafka_client_ends_the_command(
     command: str, exit_code: int
 ) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", LOST_INTERRUPT, command],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ended = run_script(LOST_INTERRUPT, command)
     assert (ended.returncode, ended.stdout, ended.stderr) == (exit_code, "lost\n", "")
 
 
@@ -272,13 +269,7 @@ def test_interrupt_under_an_error_of_the_kafka_client_ends_the_command(
     ["relax_events.errors", "relax_events.cli.commands", "structlog", "relax_events.cli.app"],
 )
 def test_interrupt_while_the_command_is_imported_ends_it_quietly(module: str) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, module],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    ended = run_script(INTERRUPTED, module)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, f"importing {module}\n", "")
 
 

@@ -138,6 +138,28 @@ BUDGET = 2 * DEVICE_CELLS
 NUM_STEPS = 4
 
 
+@pytest.fixture
+def start_agent_run(start_run: Callable[..., FaultRun], tmp_path: Path) -> Callable[..., FaultRun]:
+    """Lay out a run of `AGENT`, of which one episode in ten has 40 paths."""
+
+    def start(*, trainer: dict[str, Any], **sections: dict[str, Any]) -> FaultRun:
+        file = tmp_path / "agent.py"
+        file.write_text(AGENT)
+        return start_run(
+            run={"num_steps": NUM_STEPS, "prompts_per_step": 4},
+            engine={"sampling": {"max_new_tokens": 120}},
+            environment={
+                "command": [sys.executable, "-I", "-S", str(file)],
+                "concurrency": 8,
+                "max_turns": 40,
+            },
+            trainer={"max_tokens_per_micro_batch": BUDGET} | trainer,
+            **sections,
+        )
+
+    return start
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "settings",
@@ -150,25 +172,12 @@ NUM_STEPS = 4
     ids=["one rank", "two ranks", "mini-batches", "sharded"],
 )
 def test_an_episode_of_many_paths_is_trained_and_a_path_that_fits_nowhere_ends_its_prompt_group(
-    settings: dict[str, Any], start_run: Callable[..., FaultRun], directory: Path, tmp_path: Path
+    settings: dict[str, Any], start_agent_run: Callable[..., FaultRun], directory: Path
 ) -> None:
     """Passes run in `accumulate`, or in the optimizer step, where an error ends the process."""
-    file = tmp_path / "agent.py"
-    file.write_text(AGENT)
-    run = start_run(
-        run={"num_steps": NUM_STEPS, "prompts_per_step": 4},
+    run = start_agent_run(
         algorithm={"kl_coefficient": 0.0, "old_logprobs": "rollout"},
-        engine={"sampling": {"max_new_tokens": 120}},
-        environment={
-            "command": [sys.executable, "-I", "-S", str(file)],
-            "concurrency": 8,
-            "max_turns": 40,
-        },
-        trainer={
-            "backend": f"{directory / 'trainer.py'}:Small",
-            "max_tokens_per_micro_batch": BUDGET,
-        }
-        | settings,
+        trainer={"backend": f"{directory / 'trainer.py'}:Small"} | settings,
     )
     # killed before the gradients are discarded, and after a step that has smaller passes
     # in the optimizer step, a process comes to each of them once
@@ -209,25 +218,13 @@ def assert_too_large_by_name(run: FaultRun) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_path_whose_values_fit_nowhere_ends_its_prompt_group(
-    start_run: Callable[..., FaultRun], directory: Path, tmp_path: Path, ranks: int
+    start_agent_run: Callable[..., FaultRun], directory: Path, ranks: int
 ) -> None:
     """One rank computes values again in smaller passes; several do so in their next processes."""
-    file = tmp_path / "agent.py"
-    file.write_text(AGENT)
-    run = start_run(
-        run={"num_steps": NUM_STEPS, "prompts_per_step": 4},
+    run = start_agent_run(
         algorithm={"name": "ppo"},
         critic={"ranks": ranks},
-        engine={"sampling": {"max_new_tokens": 120}},
-        environment={
-            "command": [sys.executable, "-I", "-S", str(file)],
-            "concurrency": 8,
-            "max_turns": 40,
-        },
-        trainer={
-            "backend": f"{directory / 'trainer.py'}:SmallCritic",
-            "max_tokens_per_micro_batch": BUDGET,
-        },
+        trainer={"backend": f"{directory / 'trainer.py'}:SmallCritic"},
     )
     if ranks == 1:
         run.arm("scorer.out_of_memory=kill")
