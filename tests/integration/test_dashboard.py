@@ -502,6 +502,15 @@ def test_snapshot_opens_from_the_disk_without_a_server(
         browser.wait_for(f"document.getElementById('main').dataset.page === '{page}'")
         assert not browser.run("!!document.querySelector('main .banner.bad:not(#verdict)')"), page
     assert find_violations(browser, axe) == []
+    parts = browser.run(
+        "[...document.querySelectorAll('#run-verdict, .top, .facts-list, th, details')]"
+        ".filter((one) => !one.closest('details *')).map((one) => one.textContent)"
+    )
+    assert parts[0].startswith("Starting"), parts
+    assert parts[1].startswith("Reward"), parts
+    assert parts[2].startswith("Reward, first and last ten steps"), parts
+    assert parts[-5:-1] == ["Sample", "Reward", "Prompt", "Completion"]
+    assert parts[-1].startswith("All numbers"), parts
     address = f"{report_file.as_uri()}#?run={written.config.run.id}&page=samples&reward=0.5.."
     browser.open("about:blank")
     browser.open(address)

@@ -16,7 +16,8 @@ MAX_TEXTS = 2000
 def excerpt_texts(sample: SampleRolledOut) -> dict[str, str]:
     """Return the beginning of a sample's completion, and the end of its prompt."""
     prompt = sample.messages[-1].text if sample.messages else ""
-    return {"completion": sample.completion[:EXCERPT], "prompt": prompt[-EXCERPT:]}
+    cut = "…" * (len(prompt) > EXCERPT)
+    return {"completion": sample.completion[:EXCERPT], "prompt": cut + prompt[-EXCERPT:]}
 
 
 class RecentTexts:

@@ -7,7 +7,7 @@ export function number(value, digits = 3) {
   if (Number.isInteger(value)) return value.toLocaleString(lang());
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);
-  return value.toLocaleString(lang(), { maximumSignificantDigits: Math.max(digits, size >= 1000 ? 6 : digits) });
+  return value.toLocaleString(lang(), size >= 1000 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: digits });
 }
 
 export function percent(value) {
@@ -33,7 +33,8 @@ export function duration(seconds) {
   return t("hours", { count: Math.floor(whole / 3600), rest: Math.floor((whole % 3600) / 60) });
 }
 
-export function excerpt(text, length = 160) {
+// As long as the server's excerpts, with the mark that one was cut.
+export function excerpt(text, length = 241) {
   const line = text.replace(/\s+/g, " ").trim();
   return line.length > length ? `${line.slice(0, length)}…` : line;
 }

@@ -11,6 +11,7 @@ import { drawSample } from "./sample.js";
 const SPANS = [["reward", "reward"], ["tokens", "length"], ["staleness", "staleness"], ["version", "version"], ["step", "train_step"]];
 const CHOICES = ["outcome", "finish", "source", "worker"];
 const COUNT = 50;
+const TEXTS = ["prompt", "completion"];
 const texts = new Map();
 
 function filters(query, choices) {
@@ -33,12 +34,16 @@ function filters(query, choices) {
 }
 
 async function fillTexts(run, rows) {
-  const missing = rows.filter((row) => !texts.has(`${run}/${row.row}`)).map((row) => row.row);
+  const missing = rows.filter((row) => !texts.has(`${run}/${row.row}/completion`)).map((row) => row.row);
   if (!missing.length) return;
   const found = await of(run, "texts", { rows: missing.join(",") });
-  if (texts.size > 2000) texts.clear();
-  for (const [row, value] of Object.entries(found)) texts.set(`${run}/${row}`, excerpt(value.completion));
+  if (texts.size > 4000) texts.clear();
+  for (const [row, value] of Object.entries(found)) for (const name of TEXTS) texts.set(`${run}/${row}/${name}`, excerpt(value[name]));
   for (const cell of document.querySelectorAll("[data-text]")) cell.textContent = texts.get(cell.dataset.text) ?? cell.textContent;
+}
+
+function drawText(key) {
+  return h("span", { "data-text": key }, texts.get(key) ?? "…");
 }
 
 export async function draw({ run, query }) {
@@ -50,6 +55,7 @@ export async function draw({ run, query }) {
   const found = await of(run, "samples", { ...given, sort, first, count: COUNT });
   const columns = [
     { label: t("sample"), cell: (row) => h("a", { href: address({ page: "samples", row: row.row }), "data-focus": `row-${row.row}` }, row.sample_id) },
+    ...TEXTS.map((name) => ({ label: t(name), text: true, cell: (row) => drawText(`${run}/${row.row}/${name}`) })),
     { label: t("reward"), number: true, sort: "reward", cell: (row) => number(row.reward) },
     { label: t("length"), number: true, sort: "tokens", cell: (row) => number(row.tokens) },
     { label: t("staleness"), number: true, sort: "staleness", cell: (row) => number(row.staleness) },
@@ -60,7 +66,6 @@ export async function draw({ run, query }) {
     { label: t("source"), cell: (row) => row.source || "–" },
     { label: t("worker"), cell: (row) => row.worker },
     { label: t("time_column"), sort: "time", cell: (row) => time(row.at) },
-    { label: t("completion"), text: true, cell: (row) => h("span", { "data-text": `${run}/${row.row}` }, texts.get(`${run}/${row.row}`) ?? "…") },
   ];
   const last = Math.min(first + COUNT, found.num_matching);
   const turn = (to, label, name) => h("button", { type: "button", disabled: to < 0 || to >= found.num_matching, "data-focus": name, onclick: () => go({ first: to || "" }, { keep: true }) }, label);
