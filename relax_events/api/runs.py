@@ -22,6 +22,7 @@ from relax_events.projections.run_status import (
 )
 from relax_events.projections.run_view import RunView, WorkerTable, read_alarm_settings
 from relax_events.projections.step_rates import StepCurves, compute_rates
+from relax_events.session.resume import settings_history
 
 __all__ = [
     "RUN_STATE_TOPICS",
@@ -48,6 +49,7 @@ __all__ = [
     "read_run",
     "read_sample_events",
     "sample_lineage",
+    "settings_history",
     "token_rows",
     "version_lineage",
 ]

@@ -163,6 +163,8 @@ def _source(report: Mapping[str, Any]) -> dict[str, Any] | None:
             "steps": report["curves"]["train_step"],
             "committed_at": [],
             "columns": source["curves"],
+            "phases": {},
+            "marks": [],
             "staleness_counts": [],
             "components": {},
             "evaluations": [],

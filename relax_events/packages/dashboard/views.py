@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from relax_events.api.events import FinishReason, now_micros
+from relax_events.api.events import Command, FinishReason, now_micros
 from relax_events.api.runs import (
     RunStatus,
     RunView,
@@ -19,6 +20,7 @@ from relax_events.api.runs import (
     find_alarms,
     find_live_workers,
     read_alarm_settings,
+    settings_history,
 )
 from relax_events.packages.dashboard.run_fold import Report, RunFold
 from relax_events.packages.dashboard.run_reader import RunReader
@@ -78,6 +80,8 @@ def build_overview(reader: RunReader) -> dict[str, Any]:
             "steps": list(curves.steps[part]),
             "committed_at": [at // 1000 for at in curves.committed_at[part]],
             "columns": columns,
+            "phases": {name: to_json(column[part]) for name, column in curves.phases.items()},
+            "marks": list_marks(fold),
             "staleness_counts": list(curves.staleness_counts),
             "components": {
                 name: _spreads({version: spread.as_list() for version, spread in spreads.items()})
@@ -97,6 +101,21 @@ def build_overview(reader: RunReader) -> dict[str, Any]:
             ],
         }
     return document | {"groups": reader.remember("groups", lambda: group_curves(reader.table))}
+
+
+def list_marks(fold: RunFold) -> list[dict[str, Any]]:
+    """Return the train steps before which a run was resumed or its run file was changed."""
+    steps, committed = fold.curves.steps, fold.curves.committed_at
+    marks = [
+        {"step": version, "name": "changed", "text": "; ".join(map(str, changes))}
+        for version, changes in settings_history(fold.descriptions, run_id=fold.config.run.id)
+    ]
+    for command in fold.commands:
+        if command.command is Command.RESUME and command.role is None and command.worker_id is None:
+            at = bisect_right(committed, command.commanded_at)
+            if at:
+                marks.append({"step": steps[at - 1] + 1, "name": "resumed", "text": ""})
+    return sorted(marks, key=lambda mark: mark["step"])
 
 
 def _spreads(spreads: dict[int, list[float]]) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from relax_events.packages.dashboard.run_fold import RunFold
 from relax_events.packages.dashboard.run_reader import ReaderStatus
 from relax_events.packages.dashboard.sample_columns import NewSample, SampleTable, encode_group
 from relax_events.packages.dashboard.score_join import read_source
-from relax_events.packages.dashboard.views import group_curves, thin
+from relax_events.packages.dashboard.views import group_curves, list_marks, thin
 from relax_events.projections.alarms import find_alarms
 from relax_events.projections.run_status import decide_status
 from relax_events.projections.run_view import read_alarm_settings
+from relax_events.runtime.run_description import build_run_description
 
 
 def make_fold(*, steps: int = 0, seconds: float = 1.0) -> RunFold:
@@ -48,6 +49,27 @@ def test_curves_have_a_value_a_step() -> None:
     assert list(curves.steps) == [0, 1, 2]
     assert list(curves.columns["tokens_per_second"]) == [200.0] * 3
     assert curves.staleness_counts == [3, 3]
+
+
+def test_resumes_and_changed_settings_are_marks_at_their_train_steps() -> None:
+    fold = make_fold()
+    fold.apply(build_run_description(fold.config))
+    for second, worker_id in ((999, None), (1001, None), (1002, "rollout-0")):
+        fold.apply(
+            RunCommanded(
+                command=Command.RESUME,
+                reason="",
+                worker_id=worker_id,
+                commanded_at=second * 1_000_000,
+            )
+        )
+    fold.apply(train_step(0, at_seconds=1000))
+    fold.apply(train_step(1, at_seconds=1003))
+    fold.apply(build_run_description(run_config(num_steps=9), from_version=2))
+    assert list_marks(fold) == [
+        {"step": 1, "name": "resumed", "text": ""},
+        {"step": 2, "name": "changed", "text": "run.num_steps: 4 -> 9"},
+    ]
 
 
 def test_run_is_not_called_interrupted_for_what_the_reader_has_not_read_yet() -> None:

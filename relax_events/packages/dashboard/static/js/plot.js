@@ -28,8 +28,24 @@ function options(entry, width) {
       })),
     ],
     bands: entry.bands.map((pair) => ({ series: pair, fill: `${colour("--s1")}2e` })),
-    hooks: { setCursor: [(chart) => legend(entry, chart.cursor.idx)] },
+    hooks: { setCursor: [(chart) => legend(entry, chart.cursor.idx)], draw: [(chart) => drawMarks(entry, chart)] },
   };
+}
+
+// Dashed lines at positions on the x axis.
+function drawMarks(entry, { ctx, bbox, valToPos }) {
+  ctx.save();
+  ctx.strokeStyle = colour("--warn");
+  ctx.setLineDash([4, 4]);
+  for (const at of entry.marks) {
+    const x = Math.round(valToPos(at, "x", true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
 }
 
 function legend(entry, at) {
@@ -48,7 +64,7 @@ function legend(entry, at) {
   );
 }
 
-export function plot({ key, title, x, xLabel, series, bands = [] }) {
+export function plot({ key, title, x, xLabel, series, bands = [], marks = [] }) {
   const names = series.map((one) => one.label).join("|") + document.documentElement.lang;
   let entry = kept.get(key);
   if (!entry || entry.names !== names) {
@@ -78,7 +94,7 @@ export function plot({ key, title, x, xLabel, series, bands = [] }) {
     entry.watch.observe(entry.figure);
     kept.set(key, entry);
   }
-  Object.assign(entry, { x, xLabel, series, bands });
+  Object.assign(entry, { x, xLabel, series, bands, marks });
   draw(entry);
   return entry.figure;
 }
@@ -97,6 +113,14 @@ function draw(entry) {
     entry.chart = new uPlot(options(entry, width), data, entry.canvas);
   }
   legend(entry, null);
+}
+
+// The mean reward of each train step, with one standard deviation of its samples on both sides.
+export function drawReward({ steps, marks, columns: { reward_mean: means, reward_std: deviations } }) {
+  if (!means) return null;
+  const bound = (sign) => means.map((mean, at) => (mean === null || !deviations ? null : mean + sign * deviations[at]));
+  const series = [{ label: t("mean"), values: means }, { label: t("upper"), values: bound(1), quiet: true }, { label: t("lower"), values: bound(-1), quiet: true }];
+  return plot({ key: "reward_mean", title: t("reward"), x: steps, xLabel: t("train_step"), series, bands: [[2, 3]], marks: marks.map((one) => one.step) });
 }
 
 export function forgetPlots() {

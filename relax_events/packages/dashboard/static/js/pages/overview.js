@@ -2,23 +2,19 @@
 
 import { of } from "../api.js";
 import { h } from "../dom.js";
-import { plot } from "../plot.js";
+import { drawReward, plot } from "../plot.js";
+import { number } from "../format.js";
 import { go } from "../state.js";
 import { t } from "../strings.js";
 import { drawVerdict } from "../verdict.js";
 
-const CURVES = [
-  ["reward_mean", "reward"],
-  ["kl_estimate", "kl"],
-  ["entropy", "entropy"],
-  ["staleness_mean", "staleness_mean"],
-  ["tokens_per_second", "throughput"],
-  ["samples_per_second", "samples_per_second"],
+const LEARNING = [["entropy", "entropy"], ["kl_estimate", "kl"], ["completion_tokens_mean", "completion_tokens"]];
+const SPEED = [["tokens_per_second", "throughput"], ["samples_per_second", "samples_per_second"], ["staleness_mean", "staleness_mean"]];
+const OTHERS = [
   ["loss", "loss"],
   ["grad_norm", "grad_norm"],
-  ["mismatch_mean_abs", "mismatch"],
-  ["completion_tokens_mean", "completion_tokens"],
   ["clip_fraction", "clip_fraction"],
+  ["mismatch_mean_abs", "mismatch"],
   ["mismatch_kl", "mismatch_kl"],
   ["effective_sample_ratio", "effective_sample_ratio"],
   ["masked_fraction", "masked_fraction"],
@@ -53,13 +49,14 @@ export async function draw({ run, query, runs, summary }) {
   const others = (query.compare || "").split(",").filter((name) => name && name !== run).slice(0, 3);
   const found = await Promise.all([run, ...others].map(async (name) => [name, await of(name, "overview")]));
   const mine = found[0][1];
+  const marks = mine.marks.map((one) => one.step);
   const curve = (name, title) => {
     if (!found.some(([, one]) => one.columns[name])) return null;
     if (OF_TEACHERS.includes(name) && !found.some(([, one]) => one.columns[name]?.some(Boolean))) return null;
-    return plot({ key: name, title: t(title), xLabel: t("train_step"), ...joined(found, (one) => ({ x: one.steps, y: one.columns[name] || one.steps.map(() => null) })) });
+    return plot({ key: name, title: t(title), xLabel: t("train_step"), marks, ...joined(found, (one) => ({ x: one.steps, y: one.columns[name] || one.steps.map(() => null) })) });
   };
   const groups = (name, title) =>
-    mine.groups.steps.length > 0 && plot({ key: name, title: t(title), xLabel: t("train_step"), ...joined(found, (one) => ({ x: one.groups.steps, y: one.groups[name] })) });
+    mine.groups.steps.length > 0 && plot({ key: name, title: t(title), xLabel: t("train_step"), marks, ...joined(found, (one) => ({ x: one.groups.steps, y: one.groups[name] })) });
   const spreads = Object.entries(mine.components).map(([name, one]) =>
     plot({
       key: `spread-${name}`,
@@ -88,10 +85,17 @@ export async function draw({ run, query, runs, summary }) {
     { class: "filters", onsubmit: (event) => event.preventDefault() },
     h("label", {}, t("compare_with"), h("select", { "data-focus": "compare", onchange: (event) => go({ compare: event.target.value }, { keep: true }) }, h("option", { value: "" }, t("none")), runs.filter((one) => one.run_id !== run).map((one) => h("option", { value: one.run_id, selected: others.includes(one.run_id) }, one.run_id)))),
   );
+  const phases = Object.entries(mine.phases).map(([name, values]) => ({ label: t(`phase_${name}`), values }));
+  const stepTime = phases.length > 0 && plot({ key: "phases", title: t("step_time"), x: mine.steps, xLabel: t("train_step"), series: phases, marks });
+  const reward = others.length > 0 ? curve("reward_mean", "reward") : drawReward(mine);
+  const section = (title, plots) => plots.some(Boolean) && [h("h2", {}, title), h("div", { class: "grid" }, plots.filter(Boolean))];
   return [
     summary?.verdict && drawVerdict(summary.verdict),
     compare,
-    h("div", { class: "grid" }, [curve(...CURVES[0]), groups("signalless", "signalless"), groups("truncated", "truncation"), ...CURVES.slice(1).map((one) => curve(...one)), stale, ...evaluations].filter(Boolean)),
-    spreads.length > 0 && [h("h2", {}, t("reward_by_component")), h("div", { class: "grid" }, spreads)],
+    section(t("section_learning"), [reward, ...evaluations, groups("signalless", "signalless"), groups("truncated", "truncation"), ...LEARNING.map((one) => curve(...one))]),
+    mine.marks.length > 0 && h("ul", { class: "quiet" }, mine.marks.map((one) => h("li", {}, `${t("train_step")} ${number(one.step)}: ${t(`mark_${one.name}`)} ${one.text}`))),
+    section(t("section_speed"), [stepTime, ...SPEED.map((one) => curve(...one)), stale]),
+    section(t("reward_by_component"), spreads),
+    section(t("section_others"), OTHERS.map((one) => curve(...one))),
   ];
 }

@@ -3,7 +3,7 @@
 import { of } from "../api.js";
 import { h } from "../dom.js";
 import { duration, excerpt, number, percent } from "../format.js";
-import { plot } from "../plot.js";
+import { drawReward } from "../plot.js";
 import { snapshot } from "../snapshot.js";
 import { address } from "../state.js";
 import { facts, table } from "../table.js";
@@ -16,13 +16,6 @@ function pair(first, last) {
 
 function counts(found) {
   return Object.entries(found).map(([name, count]) => `${name.replaceAll("_", " ")} ${number(count)}`).join(", ") || "–";
-}
-
-function drawReward({ steps, columns: { reward_mean: means, reward_std: deviations } }) {
-  if (!means) return null;
-  const bound = (sign) => means.map((mean, at) => (mean === null || !deviations ? null : mean + sign * deviations[at]));
-  const series = [{ label: t("mean"), values: means }, { label: t("upper"), values: bound(1), quiet: true }, { label: t("lower"), values: bound(-1), quiet: true }];
-  return plot({ key: "result-reward", title: t("reward"), x: steps, xLabel: t("train_step"), series, bands: [[2, 3]] });
 }
 
 function drawEvaluations(rows) {
