@@ -122,7 +122,8 @@ def status(
     directory: Directory = _DEFAULT_DIRECTORY,
     lines: int = 0,
     follow: bool = False,
-    client_config: Literal["", "java", "librdkafka"] = "",
+    client_config: Literal["", "java", "librdkafka", "kcat"] = "",
+    principal: str = "",
     output: Output = "table",
 ) -> int:
     """Show whether the broker runs, where, since when, and what it takes on disk; or the end of its
@@ -135,8 +136,11 @@ def status(
         lines: Print so many of the last lines of its log instead; with --follow 50 by default.
         follow: Go on with new lines of its log until the broker ends.
         client_config: Print the settings by which other tools log in instead, the password among
-            them, to be written into a file of your own: properties for Kafka's own tools
-            (--command-config), or for kcat and other programs on librdkafka.
+            them, for a file of your own: properties for Kafka's own tools (--command-config), for
+            programs on librdkafka 2.6.1 or later, or for kcat on any librdkafka, valid until the
+            broker's next start.
+        principal: With --client-config, who logs in to a broker that has a security folder, such
+            as relax.RUN.reader.
     """
     from relax_events.cli.output import print_fields
     from relax_events.errors import BrokerUnavailable
@@ -146,7 +150,7 @@ def status(
 
     broker = EmbeddedBroker(directory)
     if client_config:
-        print(build_client_properties(broker, form=client_config), end="")
+        print(build_client_properties(broker, form=client_config, principal=principal), end="")
     elif lines or follow:
         _print_log(broker, lines, follow=follow)
     else:

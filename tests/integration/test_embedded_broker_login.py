@@ -4,8 +4,10 @@ nothing, whatever state the folder was in before.
 
 from __future__ import annotations
 
+import shutil
 import socket
 import stat
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +113,35 @@ def test_client_properties_let_kafka_tools_log_in(broker: EmbeddedBroker) -> Non
         for line in build_client_properties(broker, form="librdkafka").splitlines()
     )
     assert AdminClient(settings).list_topics(timeout=SECONDS).brokers
+
+
+@pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed")
+def test_kcat_of_any_release_logs_in_until_the_next_start(tmp_path: Path) -> None:
+    """Debian 12's kcat (librdkafka 2.0.2) can't use SCRAM with Kafka 4, newer ones can."""
+    settings = []
+    for _ in range(2):
+        with EmbeddedBroker(tmp_path / "node") as broker:
+            settings.append(build_client_properties(broker, form="kcat"))
+            listed = run_kcat(tmp_path, settings[-1])
+            assert f"broker 1 at {broker.bootstrap_servers}" in listed.stdout, listed.stderr
+            refused = run_kcat(tmp_path, settings[0])
+            assert (refused.returncode != 0) == (len(settings) == 2)
+    assert "invalid credentials" in refused.stderr.lower() or "Authentication failed" in (
+        refused.stderr
+    )
+
+
+def run_kcat(folder: Path, settings: str) -> subprocess.CompletedProcess[str]:
+    """List a broker's metadata with kcat and these settings."""
+    file = folder / "kcat.conf"
+    file.write_text(settings)
+    return subprocess.run(
+        ["kcat", "-F", str(file), "-L", "-m", "10"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
 
 
 def test_broker_folder_without_password_is_secured_and_keeps_its_records(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ gets the reason.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
 from relax_events.kafka.embedded import EmbeddedBroker
+from relax_events.kafka.embedded.tool_login import build_client_properties
 from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
@@ -307,6 +309,32 @@ def test_roles_may_write_exactly_the_documented_topics(mine: SecuredRun) -> None
         role: {f"control.heartbeats.{role}", f"control.metrics.{role}"} | entities
         for role, entities in WRITES.items()
     }
+
+
+@pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed")
+def test_kcat_of_any_release_reads_as_the_principal_reader(
+    broker: EmbeddedBroker, mine: SecuredRun, tmp_path: Path
+) -> None:
+    """By PLAIN over TLS, with the rights of the principal."""
+    topic = mine.plan.topic("control.commands")
+    RecordProducer(mine.as_("operator")).write([ProducerRecord(topic, b"x", key="k")])
+    (tmp_path / "kcat.conf").write_text(
+        build_client_properties(broker, form="kcat", principal="relax.mine.reader")
+    )
+    kcat = ["kcat", "-F", str(tmp_path / "kcat.conf"), "-t", topic]
+    read = subprocess.run(
+        [*kcat, "-C", "-e", "-q", "-o", "beginning", "-f", "%k=%s\n"],
+        capture_output=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
+    )
+    assert b"k=x" in read.stdout.splitlines(), read.stderr
+    written = subprocess.run(
+        [*kcat, "-P"], input=b"y", capture_output=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    assert b"authorization failed" in written.stderr.lower()
+    with pytest.raises(ConfigError, match=r"no PLAIN password for relax.mine.reward: only"):
+        build_client_properties(broker, form="kcat", principal="relax.mine.reward")
 
 
 def test_roles_may_read_exactly_the_documented_topics(mine: SecuredRun) -> None:

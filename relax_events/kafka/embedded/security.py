@@ -4,11 +4,17 @@ The password keeps other users of the machine out of a node that they can reach 
 interface. Clients authenticate by SCRAM, which also proves that the broker knows the password: a
 program that took the port while the broker was down learns nothing. The node authenticates to its
 own listeners with a separate secret, a new one at each start.
+
+Tools on librdkafka before 2.6.1 can't use SCRAM (confluentinc/librdkafka#4895). They authenticate
+by PLAIN, which sends the password: so it is another one, a new one at each start. A program that
+took the port while the broker was down learns a password that no broker accepts any more.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,10 +36,12 @@ from relax_events.kafka.security.settings import (
     read_admin_settings,
     read_embedded_client_settings,
 )
-from relax_events.secret_handling import read_secret, write_private
+from relax_events.secret_handling import read_configured_file, read_secret, write_private
 
 PASSWORD_NAME = "password"  # noqa: S105 the name of the file
 NODE_USER = "node"
+TOOL_PRINCIPALS = ("operator", "reader")
+"""The principals of a security folder that people use, with a PLAIN password of each start."""
 _PLAIN = "org.apache.kafka.common.security.plain.PlainLoginModule"
 _SCRAM = "org.apache.kafka.common.security.scram.ScramLoginModule"
 
@@ -47,6 +55,7 @@ class NodeLogin:
     """Whether the password was created just now, so that a node that was formatted before does not
     know it."""
     node_secret: str = field(repr=False)
+    tool_secret: str = field(repr=False)
 
     @classmethod
     def from_directory(cls, directory: Path) -> NodeLogin:
@@ -55,17 +64,14 @@ class NodeLogin:
         is_new = not file.exists()
         if is_new:
             write_private(file, secrets.token_urlsafe(PASSWORD_BYTES).encode())
-        return cls(file, is_new, secrets.token_urlsafe(PASSWORD_BYTES))
+        return cls(file, is_new, _create_secret(), _create_secret())
 
     def properties(self, *, port: int, controller_port: int) -> dict[str, str]:
-        """Return the node's security settings, which contain the node's own secret."""
+        """Return the node's security settings, which contain the secrets of this start."""
         clients, controller = (
             f"listener.name.{name.lower()}" for name in (EMBEDDED_PROTOCOL, CONTROLLER)
         )
-        itself = (
-            f'{_PLAIN} required username="{NODE_USER}" password="{self.node_secret}" '
-            f'user_{NODE_USER}="{self.node_secret}";'
-        )
+        itself = {NODE_USER: self.node_secret}
         return {
             "listeners": f"{EMBEDDED_PROTOCOL}://{HOST}:{port},{CONTROLLER}://{HOST}:{controller_port}",
             "advertised.listeners": f"{EMBEDDED_PROTOCOL}://{HOST}:{port}",
@@ -77,9 +83,11 @@ class NodeLogin:
             "sasl.mechanism.controller.protocol": "PLAIN",
             f"{clients}.sasl.enabled.mechanisms": f"{MECHANISM},PLAIN",
             f"{clients}.{MECHANISM.lower()}.sasl.jaas.config": f"{_SCRAM} required;",
-            f"{clients}.plain.sasl.jaas.config": itself,
+            f"{clients}.plain.sasl.jaas.config": _build_plain_login(
+                itself | {EMBEDDED_USER: self.tool_secret}, itself=NODE_USER
+            ),
             f"{controller}.sasl.enabled.mechanisms": "PLAIN",
-            f"{controller}.plain.sasl.jaas.config": itself,
+            f"{controller}.plain.sasl.jaas.config": _build_plain_login(itself, itself=NODE_USER),
         }
 
     @property
@@ -137,12 +145,41 @@ class NodeSecurity:
         return cls(folder, internal_port)
 
     def properties(self, *, port: int, controller_port: int) -> dict[str, str]:
-        """Return the node's security settings."""
+        """Return the node's security settings, which contain the secrets of this start."""
+        users = [user for name in TOOL_PRINCIPALS for user in self.folder.usernames(principal=name)]
+        tools = f"listener.name.{CLIENTS.lower()}"
         return {
             **build_broker_settings(self.folder, key_file=self.folder.broker_file(EMBEDDED_HOST)),
+            f"{tools}.sasl.enabled.mechanisms": f"{MECHANISM},PLAIN",
+            f"{tools}.plain.sasl.jaas.config": _build_plain_login(
+                {user: _create_secret() for user in users}
+            ),
             "listeners": f"{CLIENTS}://{HOST}:{port},{INTERNAL}://{HOST}:{self.internal_port},{CONTROLLER}://{HOST}:{controller_port}",
             "advertised.listeners": f"{CLIENTS}://{HOST}:{port},{INTERNAL}://{HOST}:{self.internal_port}",
         }
+
+
+def _create_secret() -> str:
+    return secrets.token_urlsafe(PASSWORD_BYTES)
+
+
+def _build_plain_login(users: Mapping[str, str], *, itself: str = "") -> str:
+    """Return the JAAS entry of a listener that accepts these users' passwords by PLAIN; as `itself`
+    the node authenticates.
+    """
+    node = f' username="{itself}" password="{users[itself]}"' if itself else ""
+    accepted = "".join(f' user_{user}="{secret}"' for user, secret in users.items())
+    return f"{_PLAIN} required{node}{accepted};"
+
+
+def read_tool_password(properties_file: Path, username: str) -> str | None:
+    """Return the PLAIN password of a user in the settings of a node's last start; None without
+    one.
+    """
+    settings = read_configured_file(properties_file, key="--client-config kcat").decode()
+    # spaces are escaped in this file
+    entry = re.search(rf'u0020user_{re.escape(username)}="([^"]+)"', settings)
+    return entry and entry[1]
 
 
 def read_bootstrap_users(folder: SecurityFolder) -> list[ScramCredential]:

@@ -83,11 +83,10 @@ class SecurityFolder:
             )
         return name
 
-    def usernames(self, run_id: str) -> list[str]:
-        """Return the users of a run that have a password here."""
-        return sorted(
-            file.name for file in (self.path / "secrets").glob(f"{build_run_prefix(run_id)}*")
-        )
+    def usernames(self, run_id: str = "*", principal: str = "*") -> list[str]:
+        """Return the users of a run, or of all, that have a password here."""
+        pattern = f"{build_run_prefix(run_id)}{principal}"
+        return sorted(file.name for file in (self.path / "secrets").glob(pattern))
 
     def ensure_password(self, username: str, *, renew: bool = False) -> bool:
         """Create a random password if it is missing or `renew` is set; return whether one was

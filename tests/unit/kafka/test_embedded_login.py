@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from relax_events.config import BrokerConfig
-from relax_events.errors import ConfigError
+from relax_events.errors import BrokerUnavailable, ConfigError
 from relax_events.kafka.embedded import EmbeddedBroker
 from relax_events.kafka.embedded.directory import BrokerState, write_state
 from relax_events.kafka.embedded.security import NodeLogin
@@ -77,6 +77,29 @@ def test_client_properties_contain_the_login_settings(tmp_path: Path) -> None:
     assert others == {"bootstrap.servers": "127.0.0.1:20001"} | read_client_settings(table)
 
 
+def test_kcat_gets_the_password_of_the_running_broker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = broker_of(tmp_path, BrokerState(20001, 20002, "4.3.1", login="password"))
+    with pytest.raises(BrokerUnavailable, match="does not run, and kcat's password is a new one"):
+        build_client_properties(broker, form="kcat")
+    login = NodeLogin.from_directory(tmp_path)
+    text = build_server_properties(
+        Path("/node/data"), port=20001, controller_port=20002, overrides={}, security=login
+    )
+    (tmp_path / "server.properties").write_text(text)
+    monkeypatch.setattr(EmbeddedBroker, "is_running", True)
+    shown = build_client_properties(broker, form="kcat").splitlines()
+    assert {"sasl.mechanism=PLAIN", f"sasl.password={login.tool_secret}"} <= set(shown)
+    assert len({login.tool_secret, login.node_secret, login.password}) == 3
+    clients, controller = (
+        next(line for line in text.splitlines() if line.startswith(f"listener.name.{name}.plain"))
+        for name in ("sasl_plaintext", "controller")
+    )
+    assert login.tool_secret in clients
+    assert login.tool_secret not in controller
+
+
 def test_client_properties_need_a_principal_only_for_a_secured_broker(
     tmp_path: Path,
 ) -> None:
@@ -86,7 +109,7 @@ def test_client_properties_need_a_principal_only_for_a_secured_broker(
     assert secured.password_file is None
     with pytest.raises(
         ConfigError,
-        match=r"accepts the principals of /etc/relax, each with its own password there; see docs/how-to/secure",
+        match=r"accepts the principals of /etc/relax, got ''; name one with --principal: it has none; see docs/how-to/secure",
     ):
         build_client_properties(secured, form="java")
 

@@ -12,7 +12,11 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, EnvironmentProblem
-from relax_events.kafka.embedded.security import NodeSecurity, choose_credentials
+from relax_events.kafka.embedded.security import (
+    NodeSecurity,
+    choose_credentials,
+    read_tool_password,
+)
 from relax_events.kafka.embedded.settings import build_server_properties
 from relax_events.ops.security import create_folder
 
@@ -67,6 +71,23 @@ def test_secured_node_denies_access_without_an_acl(security: NodeSecurity) -> No
 def test_settings_hold_no_password(security: NodeSecurity) -> None:
     secrets = [file.read_text() for file in (security.folder.path / "secrets").iterdir()]
     assert not any(secret in "".join(settings_of(security).values()) for secret in secrets)
+
+
+def test_only_people_have_a_password_for_tools(security: NodeSecurity, tmp_path: Path) -> None:
+    run = security.folder.usernames()[0].split(".")[1]
+    text = build_server_properties(
+        Path("/node/data"), port=1, controller_port=2, overrides={}, security=security
+    )
+    (tmp_path / "server.properties").write_text(text)
+    passwords = {
+        user: read_tool_password(tmp_path / "server.properties", user)
+        for user in security.folder.usernames()
+    }
+    assert {user for user, password in passwords.items() if password} == {
+        f"relax.{run}.operator",
+        f"relax.{run}.reader",
+    }
+    assert read_tool_password(tmp_path / "server.properties", "relax.admin") is None
 
 
 def test_super_users_can_not_be_overridden(security: NodeSecurity) -> None:
