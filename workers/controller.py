@@ -38,7 +38,7 @@ from relax_events.events.types import (
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import count_unhealthy_partitions
 from relax_events.kafka.leases import read_share_group_size
-from relax_events.kafka.protocol.queue_lag import read_queue_lag
+from relax_events.kafka.protocol.queue_lag import read_queue_positions
 from relax_events.kafka.security.acls import build_run_prefix
 from relax_events.objects.marker import claim_store, find_logged_marker, require_marker
 from relax_events.ops.run_purger import Purger
@@ -328,7 +328,7 @@ class ControllerLoop:
 
     def _measure_queue(self) -> None:
         """Measure periodically how many prompt groups wait; set no metric if the broker does not
-        report the number.
+        report the number, as before the first one is finished.
         """
         if (
             self._config.broker.prompt_queue != "share_group"
@@ -338,8 +338,13 @@ class ControllerLoop:
             return
         self._look_at_queue_after = time.monotonic() + QUEUE_SECONDS
         try:
-            self._metrics.num_queued = read_queue_lag(
+            positions = read_queue_positions(
                 self._worker.connection, self._worker.plan.consumer_group("rollout")
+            )
+            self._metrics.num_queued = (
+                sum(position.num_unfinished for position in positions.values())
+                if positions
+                else None
             )
         except BrokerError as error:
             log.info("queue_lag.unavailable", error=str(error))

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import structlog
+
 from relax_events.config import RunConfig
+from relax_events.errors import BrokerUnavailable
 from relax_events.events.types import PolicyVersionPublished
 from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.inventory import Inventory
 from relax_events.kafka.offset_admin import ConsumerGroupState
+from relax_events.kafka.protocol.queue_lag import QueuePosition, read_queue_positions
 from relax_events.ops.dependent_runs import find_dependent_runs
 from relax_events.topics import TopicPlan, compute_slot
 from relax_events.topics.names import CONSUMER_GROUP_ROLES, PROMPT_GROUPS
 from relax_events.topics.partitions import TopicPartition
 from relax_events.topics.plan import list_input_partitions, list_role_inputs
 
+log_events = structlog.get_logger(__name__)
 NO_MEMBER = "-"
 
 
@@ -118,6 +123,7 @@ def read_partition_lag(config: RunConfig, admin: Admin) -> list[PartitionLag]:
             for role, (group, topic_partitions) in inputs.items()
             for row in _compute_lag(log.plan, admin, role, group, topic_partitions, owners)
         ]
+        rows += _compute_share_group_lag(config, admin, log)
         oldest = _oldest_unread(log, rows)
     return [
         replace(row, oldest_ms=oldest.get((row.topic_partition, row.position)))
@@ -168,6 +174,38 @@ def _compute_lag(
                 position=position,
                 num_records=behind,
                 num_stale=stale,
+            )
+        )
+    return rows
+
+
+def _compute_share_group_lag(config: RunConfig, admin: Admin, log: RunLog) -> list[PartitionLag]:
+    """Return the lag of the rollout workers' share group: what none of them has finished. A broker
+    that does not answer this request (Kafka before 4.2) leaves no row, and a line in the log.
+    """
+    if config.is_replay or config.broker.prompt_queue != "share_group":
+        return []
+    try:
+        positions = read_queue_positions(log.connection, log.plan.consumer_group("rollout"))
+    except BrokerUnavailable as error:
+        log_events.warning("queue_lag.unavailable", error=str(error))
+        return []
+    queue = log.plan.topic(PROMPT_GROUPS)
+    topic_partitions = [(queue, partition) for partition in range(log.plan.queue_partitions)]
+    begins, ends = admin.beginning_offsets(topic_partitions), admin.end_offsets(topic_partitions)
+    rows = []
+    for topic_partition in topic_partitions:
+        begin = begins[topic_partition]
+        waiting = QueuePosition(begin, ends[topic_partition] - begin)
+        position = positions.get(topic_partition, waiting)
+        rows.append(
+            PartitionLag(
+                role="rollout",
+                topic_partition=topic_partition,
+                slot=None,
+                policy_version=None,
+                position=max(position.start, begin),
+                num_records=position.num_unfinished,
             )
         )
     return rows

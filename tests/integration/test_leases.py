@@ -20,7 +20,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.leases import Lease, LeaseSource, read_delivery_limit
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.protocol.queue_lag import read_queue_lag
+from relax_events.kafka.protocol.queue_lag import read_queue_positions
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.share_leases import ShareGroupLeases
 
@@ -163,7 +163,8 @@ def test_share_group_backlog_counts_unfinished_records_leased_or_not(
     share_queue: Queue, single: RecordProducer
 ) -> None:
     def backlog() -> int:
-        return read_queue_lag(share_queue.connection, share_queue.group)
+        positions = read_queue_positions(share_queue.connection, share_queue.group)
+        return sum(position.num_unfinished for position in positions.values())
 
     enqueue(single, share_queue, [f"p{index}" for index in range(8)])
     with share_queue.holder(lanes=2) as (_, inbox):

@@ -45,7 +45,7 @@ from relax_events.kafka.embedded.tool_login import build_client_properties
 from relax_events.kafka.group_leases import ConsumerGroupLeases
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
-from relax_events.kafka.protocol.queue_lag import read_queue_lag
+from relax_events.kafka.protocol.queue_lag import read_queue_positions
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.security.certificates import make_authority
 from relax_events.kafka.security.folder import SecurityFolder
@@ -469,12 +469,12 @@ def test_only_authorized_roles_can_read_the_backlog_of_the_queue(
 
     def reported() -> bool:
         with suppress(BrokerUnavailable):  # the broker's first group waits for its topic to be made
-            return read_queue_lag(mine.as_("controller"), queue) == 0
+            return read_queue_positions(mine.as_("controller"), queue) == {}
         return False
 
     turn_until(reported)
     with pytest.raises(BrokerError, match=rf"{queue} .*error 30"):  # GROUP_AUTHORIZATION_FAILED
-        read_queue_lag(mine.as_("reward"), queue)
+        read_queue_positions(mine.as_("reward"), queue)
 
 
 def test_role_can_not_join_the_consumer_group_of_another_role(mine: SecuredRun) -> None:

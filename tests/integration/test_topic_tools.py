@@ -4,9 +4,14 @@ written by hand.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import orjson
@@ -14,6 +19,7 @@ import pytest
 from broker_steps import turn_until
 from event_samples import committed, ended, published, ready, rolled_out, scored
 
+from relax_events.cli.app import app
 from relax_events.config import RunConfig
 from relax_events.errors import BrokerError, BrokerRefused, CheckFailed, ConfigError
 from relax_events.events.codec import EventCodec
@@ -24,9 +30,11 @@ from relax_events.history.run_log import RunLog
 from relax_events.kafka.admin import Admin
 from relax_events.kafka.connection import Connection
 from relax_events.kafka.consumer import SubscribedConsumer
+from relax_events.kafka.leases import Lease
 from relax_events.kafka.log_reader import LogReader
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import POLICY_VERSION_HEADER, ProducerRecord
+from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
 from relax_events.ops.consumer_lag import read_partition_lag, sum_by_member, sum_by_slot
@@ -38,6 +46,7 @@ from relax_events.ops.run_purger import open_purge
 from relax_events.ops.topic_apply import apply_topics, plan_changes
 from relax_events.ops.topic_check import check_topics
 from relax_events.ops.topic_tail import find_partitions, find_start_offsets, tail
+from relax_events.packages.dashboard.registry import find_runbook
 from relax_events.topics import TopicPlan, TopicSpec
 from relax_events.topics.plan import list_input_partitions
 
@@ -68,7 +77,7 @@ class SmallRun:
             ProducerRecord(self.plan.topic("control.schemas"), schema, key=name.hex())
             for name, schema in schemas
         )
-        writer.commit([self._out(codec, "control.policy-versions", self._published(0))])
+        writer.commit([self.make_record(codec, "control.policy-versions", self._published(0))])
         for step in range(STEPS):
             group = f"{step:06d}-0000-0"
             producer.write(self._samples(codec, step, group))
@@ -93,11 +102,14 @@ class SmallRun:
             )
             trained = ended(group, Outcome.TRAINED, version=step)
             out = [
-                self._out(codec, "control.train-steps", record),
-                self._out(codec, "control.prompt-group-outcomes", trained),
+                self.make_record(codec, "control.train-steps", record),
+                self.make_record(codec, "control.prompt-group-outcomes", trained),
             ]
             writer.commit(
-                [*out, self._out(codec, "control.policy-versions", self._published(step + 1))]
+                [
+                    *out,
+                    self.make_record(codec, "control.policy-versions", self._published(step + 1)),
+                ]
             )
         writer.close()
 
@@ -111,8 +123,9 @@ class SmallRun:
                 [TopicOffset(*topic_partition, end) for topic_partition, end in ends.items()],
             )
 
-    def _samples(self, codec: EventCodec, step: int, group: str) -> list[ProducerRecord]:
-        issued = PromptGroupIssued(
+    def issue(self, step: int, group: str) -> PromptGroupIssued:
+        """Return the prompt group of a step."""
+        return PromptGroupIssued(
             prompt_group_id=group,
             train_step=step,
             group_index=0,
@@ -123,7 +136,9 @@ class SmallRun:
             messages=[],
             seed=1,
         )
-        records = [self._out(codec, "prompt.groups", issued, partition=0)]
+
+    def _samples(self, codec: EventCodec, step: int, group: str) -> list[ProducerRecord]:
+        records = [self.make_record(codec, "prompt.groups", self.issue(step, group))]
         no_signal = np.zeros(4, np.float32)  # both samples have the same reward
         for index in range(2):
             for entity, event in (
@@ -131,10 +146,12 @@ class SmallRun:
                 ("reward.scores", scored(group, index, version=step)),
                 ("advantage.samples", ready(group, index, version=step, advantages=no_signal)),
             ):
-                records.append(self._out(codec, entity, event, partition=step % 3, version=step))
+                records.append(
+                    self.make_record(codec, entity, event, partition=step % 3, version=step)
+                )
         return records
 
-    def _out(
+    def make_record(
         self,
         codec: EventCodec,
         entity: str,
@@ -208,6 +225,114 @@ def test_lag_names_the_version_of_each_slot_and_its_stale_records(run: SmallRun)
         (2, 5, 2, 2),
     ]
     assert [row.age_seconds is None for row in rows] == [False, True, False]
+
+
+def finish_prompt_groups(run: SmallRun, after_each: Callable[[int], object]) -> None:
+    """Finish all prompt groups one by one, as a rollout worker does."""
+    inbox: SimpleQueue[Lease] = SimpleQueue()
+    source = ShareGroupLeases(
+        run.connection,
+        group=run.plan.consumer_group("rollout"),
+        topic=run.plan.topic("prompt.groups"),
+        max_leases=1,
+        on_lease=inbox.put,
+    )
+    with closing(source):
+        for left in reversed(range(STEPS)):
+            inbox.get(timeout=100).done()
+            after_each(left)
+
+
+def test_lag_counts_the_prompt_groups_that_no_rollout_worker_finished(
+    run: SmallRun,
+) -> None:
+    """The queue of a share group, before its first member and with one; by slot and by member."""
+
+    def queue_rows() -> list[tuple[str, int | None, int, bool]]:
+        lags = read_partition_lag(run.config, run.admin)
+        by_slot = [row for row in sum_by_slot(lags, now_ms=2**62) if row.role == "rollout"]
+        by_member = sum_by_member(lags, {}, now_ms=2**62)
+        (mine,) = [row for row in by_member if row.role == "rollout"]
+        assert [row.num_records for row in by_slot] == [mine.num_records]
+        assert mine.partitions == "prompt.groups[0]"
+        return [(row.role, row.slot, row.num_records, row.age_seconds is None) for row in by_slot]
+
+    assert queue_rows() == [("rollout", None, STEPS, False)]
+    finish_prompt_groups(run, lambda left: turn_until(lambda: queue_rows()[0][2] == left))
+    assert queue_rows() == [("rollout", None, 0, True)]
+
+
+@pytest.fixture
+def diagnose(
+    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], dict[str, Any]]:
+    """Return a runner of the commands of an alert's runbook that read the log and end: their JSON,
+    by their first two words."""
+    file = tmp_path / "run.json"
+    file.write_bytes(orjson.dumps(run.config.model_dump(mode="json")))
+
+    def run_commands(alert: str) -> dict[str, Any]:
+        shown = {}
+        for line in re.findall(r"^relax (.*)$", find_runbook(alert), re.MULTILINE):
+            words = line.replace("configs/quickstart.toml", str(file)).split()
+            if words[:2] in (["topics", "show"], ["ledger", "check"]):
+                capsys.readouterr()
+                app([*words, "--output", "json"])
+                shown[" ".join(words[:2])] = orjson.loads(capsys.readouterr().out)
+        assert shown, f"the runbook of {alert} reads nothing"
+        return shown
+
+    return run_commands
+
+
+def lag_by_role(shown: dict[str, Any]) -> Counter[str]:
+    lag: Counter[str] = Counter()
+    for row in shown["topics show"]:
+        lag[row["role"]] += row["lag"]
+    return +lag
+
+
+@pytest.mark.parametrize(
+    "alert", ["RelaxTrainerStarved", "RelaxRunStalled", "RelaxPromptQueueGrowing"]
+)
+def test_runbook_shows_prompt_groups_that_wait_for_rollout(
+    alert: str, run: SmallRun, diagnose: Callable[[str], dict[str, Any]]
+) -> None:
+    run.commit_all()
+    assert lag_by_role(diagnose(alert)) == {"rollout": STEPS}
+
+
+@pytest.mark.parametrize(
+    "alert", ["RelaxTrainerStarved", "RelaxRunStalled", "RelaxPromptQueueEmpty"]
+)
+def test_runbook_shows_the_role_behind_when_nothing_is_left_to_generate(
+    alert: str, run: SmallRun, diagnose: Callable[[str], dict[str, Any]]
+) -> None:
+    run.commit_all()
+    finish_prompt_groups(run, lambda _: None)
+    turn_until(lambda: "rollout" not in lag_by_role(diagnose(alert)))
+    assert lag_by_role(diagnose(alert)) == {}, "the prompter issues nothing"
+    samples = [(run.plan.topic("rollout.samples"), partition) for partition in range(3)]
+    run.admin.set_committed_offsets(
+        run.plan.consumer_group("reward"), [TopicOffset(*one, 0) for one in samples]
+    )
+    assert lag_by_role(diagnose(alert)) == {"reward": 2 * STEPS}
+
+
+def test_runbook_shows_prompt_groups_that_expired_and_records_that_will(
+    run: SmallRun, producer: RecordProducer, diagnose: Callable[[str], dict[str, Any]]
+) -> None:
+    group = f"{STEPS:06d}-0000-0"
+    codec, issued = EventCodec(), run.issue(STEPS, group)
+    expired = ended(group, Outcome.EXPIRED, version=STEPS)
+    producer.write([run.make_record(codec, "prompt.groups", issued)])
+    producer.write([run.make_record(codec, "control.prompt-group-outcomes", expired)])
+    shown = diagnose("RelaxStalenessAtBound")
+    outcomes = shown["ledger check"]["outcomes"]
+    assert (outcomes["trained"], outcomes["expired"]) == (STEPS, 1)
+    stale = sum(row["stale"] for row in shown["topics show"] if row["role"] == "trainer")
+    # of versions 0, 1 and 2, whose slots versions 3, 4 and 5 own: two samples each
+    assert stale == 6
 
 
 def test_lag_by_member_lists_the_partitions_of_each_member(run: SmallRun) -> None:

@@ -1,4 +1,4 @@
-"""Reads how many records of a share group's queue are not finished.
+"""Reads how far a share group is with its queue: its start, and the records that are not finished.
 
 Members see only the records that they receive, and librdkafka does not offer this request.
 
@@ -7,6 +7,7 @@ Source: Kafka protocol guide (DescribeShareGroupOffsets v1, which Kafka has from
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from relax_events.errors import BrokerError, BrokerUnavailable
@@ -16,18 +17,29 @@ from relax_events.kafka.protocol.client import (
     ResponseReader,
     encode_compact_string,
 )
-from relax_events.kafka.protocol.group_membership import NOT_READY, find_coordinator
+from relax_events.kafka.protocol.group_membership import NO_GROUP, NOT_READY, find_coordinator
+from relax_events.topics.partitions import TopicPartition
 
 DESCRIBE_SHARE_GROUP_OFFSETS = 90
 ONE_GROUP, ALL_TOPICS, NO_TAGS = b"\x02", b"\0", b"\0"
 UNKNOWN = -1
 
 
-def read_queue_lag(connection: Connection, group: str) -> int:
-    """Return the number of records that a share group has not finished, including leased ones.
+@dataclass(frozen=True, slots=True)
+class QueuePosition:
+    """How far a share group is with a partition: all records below `start` are finished, and
+    `num_unfinished` of the later ones are not, including leased ones.
+    """
 
-    A partition counts once one of its records was finished: before, the broker keeps no state of
-    the group there.
+    start: int
+    num_unfinished: int
+
+
+def read_queue_positions(connection: Connection, group: str) -> dict[TopicPartition, QueuePosition]:
+    """Return how far a share group is in each partition of its queue.
+
+    A partition is missing until one of its records was finished: before, the broker keeps no state
+    of the group there, and all its records wait.
 
     Raises:
         BrokerUnavailable: The broker is unavailable, not ready, or does not support this request.
@@ -37,11 +49,11 @@ def read_queue_lag(connection: Connection, group: str) -> int:
     with KafkaProtocolClient(find_coordinator(connection, group)) as client:
         response = client.request(DESCRIBE_SHARE_GROUP_OFFSETS, 1, body, is_flexible=True)
     response.read_int32()
-    (backlog,) = response.read_compact_array(partial(_read_group, response))
-    return backlog
+    (positions,) = response.read_compact_array(partial(_read_group, response))
+    return positions
 
 
-def _read_group(response: ResponseReader) -> int:
+def _read_group(response: ResponseReader) -> dict[TopicPartition, QueuePosition]:
     name, topics = (
         response.read_compact_string(),
         response.read_compact_array(partial(_read_topic, response)),
@@ -50,22 +62,24 @@ def _read_group(response: ResponseReader) -> int:
     response.skip_tagged_fields()
     if error in NOT_READY:
         raise BrokerUnavailable(f"the coordinator of {name} is not ready (error {error})")
-    if error:
+    if error not in (0, NO_GROUP):
         raise BrokerError(f"the lag of {name} could not be read (error {error}: {why})")
-    return sum(topics)
+    return {topic_partition: position for topic in topics for topic_partition, position in topic}
 
 
-def _read_topic(response: ResponseReader) -> int:
-    response.read_compact_string()
-    response.read_uuid()
-    backlog = sum(response.read_compact_array(partial(_read_partition, response)))
+def _read_topic(response: ResponseReader) -> list[tuple[TopicPartition, QueuePosition]]:
+    topic, _uuid = response.read_compact_string() or "", response.read_uuid()
+    partitions = response.read_compact_array(partial(_read_partition, response))
     response.skip_tagged_fields()
-    return backlog
+    return [
+        ((topic, partition), position)
+        for partition, position in partitions
+        if position.num_unfinished != UNKNOWN
+    ]
 
 
-def _read_partition(response: ResponseReader) -> int:
-    """Read the number of unfinished records of a partition; 0 when the broker does not know it."""
-    _partition, _start, _epoch, lag = (
+def _read_partition(response: ResponseReader) -> tuple[int, QueuePosition]:
+    partition, start, _epoch, lag = (
         response.read_int32(),
         response.read_int64(),
         response.read_int32(),
@@ -73,4 +87,4 @@ def _read_partition(response: ResponseReader) -> int:
     )
     _error, _why = response.read_int16(), response.read_compact_string()
     response.skip_tagged_fields()
-    return 0 if lag == UNKNOWN else int(lag)
+    return partition, QueuePosition(start, lag)
