@@ -21,11 +21,8 @@ PREFIXES = {
 """How the names of a decoder's parameters begin in transformers, by `model_type`: the models whose
 layers megatron-core 0.16.1 has and that we have a table for."""
 TEXT_FAMILIES = ("qwen3", "qwen3_moe")
-MISSING = {
-    "qwen3_5": "its linear attention is not in megatron-core 0.16.1",
-    "qwen3_5_moe": "its linear attention is not in megatron-core 0.16.1",
-    "qwen3_next": "its linear attention is not in megatron-core 0.16.1",
-}
+NO_LINEAR_ATTENTION = "this backend does not build its linear attention yet; backend `torch` does"
+MISSING = dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), NO_LINEAR_ATTENTION)
 """Why other models are refused."""
 
 
