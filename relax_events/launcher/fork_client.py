@@ -21,8 +21,8 @@ from relax_events.launcher.fork_protocol import SpawnRequest, receive, send, sha
 from relax_events.launcher.own_process import start_module
 
 log = structlog.get_logger()
-START_SECONDS = 60.0
-"""Time limit of the imports, on a busy machine."""
+START_SECONDS = 600.0
+"""Time limit of the imports: on a busy machine, or from a slow disk, they take minutes."""
 EXIT_REPORT_SECONDS = 5.0
 """Time limit of the report of an exit."""
 
@@ -78,11 +78,12 @@ class ForkServer:
                 *([listener.fileno()] if listener is not None else []),
             ]
             for _ in range(2):
-                if (worker := self._running_process().fork(request, descriptors)) is not None:
+                process = self._running_process()
+                if (worker := process.fork(request, descriptors)) is not None:
                     return worker
                 self.close()
         raise RunFailed(
-            f"no worker can be started: the fork server ended twice; see {self._log_path}"
+            f"no worker can be started: the fork server {process.loss} twice; see {self._log_path}"
         )
 
     def close(self) -> None:
@@ -105,6 +106,8 @@ class ForkServerProcess:
         self._channel.settimeout(START_SECONDS)
         self._codes: dict[int, int] = {}
         self._is_lost = False
+        self.loss = "ended"
+        """What happened to it, once it is lost."""
         with other:
             self._process = start_module(
                 "relax_events.launcher.fork_server",
@@ -128,7 +131,7 @@ class ForkServerProcess:
 
     def fork(self, request: SpawnRequest, descriptors: Sequence[int]) -> ForkedWorker | None:
         """Fork a worker that writes its output to the first descriptor and inherits the rest;
-        return None if the process has exited.
+        return None if the process has exited, or does not answer in time.
         """
         with contextlib.suppress(OSError):
             send(self._channel, asdict(request), *descriptors)
@@ -164,6 +167,8 @@ class ForkServerProcess:
         try:
             message_read = receive(self._channel)
         except OSError as error:
+            if isinstance(error, TimeoutError):
+                self.loss = f"needed more than {START_SECONDS:g} s to import the workers' modules"
             log.warning("fork_server.lost", pid=self.pid, error=str(error))
             message_read = None
         if message_read is None:

@@ -18,6 +18,7 @@ import pytest
 
 from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
+from relax_events.launcher import fork_client
 from relax_events.launcher import worker_processes as imports
 from relax_events.launcher.fork_client import ForkedWorker, ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest
@@ -122,6 +123,17 @@ def test_fork_server_ignores_a_module_that_cannot_be_imported(
         ).wait(SECONDS)
         == 0
     )
+
+
+def test_imports_that_take_too_long_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fork_client, "START_SECONDS", 0.2)
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    starter = ForkServer(os.environ | {"PYTHONPATH": str(tmp_path)}, tmp_path / "starter.log")
+    with pytest.raises(RunFailed, match=r"needed more than 0\.2 s to import .* twice; see .*log"):
+        starter.spawn(ordered("end", "0", needs=["endless"]), log_path=tmp_path / "worker.log")
+    assert starter.pid is None
 
 
 def test_workers_outlive_the_fork_server_and_a_new_one_replaces_it(

@@ -191,7 +191,10 @@ def test_queries_keys_and_values_of_a_group_lie_together():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "qwen3_5"}, "does not build its linear attention yet; backend `torch` does"),
+        (
+            {"model_type": "qwen3_5"},
+            "does not build its linear attention yet; backend `torch` does",
+        ),
         ({"model_type": "llama"}, "the families are qwen3, qwen3_moe"),
         ({"attention_bias": True}, "biases in attention"),
         ({"use_sliding_window": True}, "sliding-window attention"),
