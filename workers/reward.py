@@ -14,17 +14,11 @@ from collections.abc import Sequence
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import ConfigError, RewardError
+from relax_events.errors import ConfigError
 from relax_events.events.types import SampleRolledOut, SampleScored
 from relax_events.kafka.records import ProducerRecord
 from relax_events.rewards.pool import RewardPool
-from relax_events.rewards.scores import Score
-from relax_events.rewards.scoring import (
-    build_reward_item,
-    build_sample_scored,
-    get_fixed_score,
-    read_source,
-)
+from relax_events.rewards.scoring import read_source, score_samples
 from relax_events.roles.worker_factory import open_worker
 from relax_events.runtime.processors import SampleLoop, SingleSamples, WholePromptGroups
 from relax_events.runtime.worker import Worker
@@ -72,28 +66,21 @@ class RewardScorer:
         )
 
     def _scores(self, samples: Sequence[SampleRolledOut]) -> list[SampleScored]:
-        items = [build_reward_item(one) for one in samples if one.finish_reason.is_scored]
         with self._worker.lifecycle.activity(
             "score samples", deadline_seconds=self._pool.max_response_seconds
         ):
-            results = iter(self._pool.score_batch(items, on_answer=self._worker.heartbeat.advance))
-        reward = self._worker.config.reward
-        return [
-            self._scored(
-                sample,
-                next(results)
-                if sample.finish_reason.is_scored
-                else get_fixed_score(sample.finish_reason, reward),
+            scores = score_samples(
+                samples,
+                self._pool,
+                self._worker.config.reward,
+                on_answer=self._worker.heartbeat.advance,
             )
-            for sample in samples
-        ]
+        for sample, scored in zip(samples, scores, strict=True):
+            self._count(sample, scored)
+        return scores
 
-    def _scored(self, sample: SampleRolledOut, result: Score | RewardError | None) -> SampleScored:
-        scored = build_sample_scored(
-            sample, result, reward_name=self._pool.name, reward_digest=self._pool.digest
-        )
+    def _count(self, sample: SampleRolledOut, scored: SampleScored) -> None:
         outcome = "scored" if scored.error is None else "failed"
         self._worker.metrics.count_scored(outcome if sample.finish_reason.is_scored else "skipped")
         if scored.error is not None:
             log.warning("sample.unscored", sample_id=sample.sample_id, error=scored.error)
-        return scored

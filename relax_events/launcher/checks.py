@@ -8,7 +8,7 @@ plan` prints the parts of the check `devices`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -88,16 +88,19 @@ CHECKS = (
 `require_fitting_model` once it has read the versions."""
 
 
-def refuse_run(run: CheckedRun) -> None:
+def refuse_run(run: CheckedRun, *, levels: Collection[Level] = tuple(Level)) -> None:
     """Refuse a run that can't work, before anything starts.
 
+    Args:
+        run: The run.
+        levels: Of the checks to make.
     Raises:
         ConfigError: The run file names a role, a model, a data file or a row that is missing or
             invalid.
         EnvironmentProblem: A package is not installed, or a port is taken.
     """
     for check in CHECKS:
-        if check.is_required:
+        if check.is_required and check.level in levels:
             check.describe(run)
 
 

@@ -6,22 +6,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from functools import partial
 
 from relax_events.config import RunConfig
 from relax_events.errors import ConfigError, RunFailed
 from relax_events.launcher.checked_run import CheckedRun
-from relax_events.launcher.checks import refuse_run
+from relax_events.launcher.checks import Level, refuse_run
 from relax_events.launcher.file_checks import check_context_length
 from relax_events.launcher.fork_protocol import worker_environment
 from relax_events.launcher.hub_download import Report, fetch_data, fetch_models
 from relax_events.secret_handling import write_private
 
 
-def prepare_run(config: RunConfig) -> None:
+def prepare_run(config: RunConfig, *, levels: Collection[Level] = tuple(Level)) -> None:
     """Fetch what a run names on the hub, refuse a run that can't work before anything
     starts, and make the model if it is configured and missing.
 
+    Args:
+        config: The run.
+        levels: Of the checks to make.
     Raises:
         ConfigError: The run file names a role, a model, a data file or a row that is missing or
             invalid.
@@ -31,7 +35,7 @@ def prepare_run(config: RunConfig) -> None:
     """
     fetch_named(config, report=partial(print, file=sys.stderr, flush=True))
     run = CheckedRun(config)
-    refuse_run(run)
+    refuse_run(run, levels=levels)
     if not config.model.path.exists():
         _make_model(config)
         check_context_length(run)

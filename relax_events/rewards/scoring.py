@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from relax_events.events.json_text import parse_json
 from relax_events.events.parts import ChatMessage, FinishReason, StoredArray
 from relax_events.events.tensors import dense
 from relax_events.events.types import SampleRolledOut, SampleScored
-from relax_events.rewards.pool import RewardItem
+from relax_events.rewards.pool import RewardItem, RewardPool
 from relax_events.rewards.scores import Score
 
 
@@ -65,6 +65,36 @@ def get_fixed_score(finish_reason: FinishReason, reward: RewardConfig) -> Score 
     if finish_reason is FinishReason.LATE and reward.on_timeout != "none":
         return Score(reward.on_timeout, {})
     return None
+
+
+def score_samples(
+    samples: Sequence[SampleRolledOut],
+    pool: RewardPool,
+    reward: RewardConfig,
+    *,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[SampleScored]:
+    """Score samples; those that were lost or late get their fixed score.
+
+    Args:
+        samples: The samples; of a function of prompt groups, whole ones.
+        pool: Has the function.
+        reward: The run's reward section.
+        on_answer: Called when results have arrived.
+    """
+    items = [build_reward_item(one) for one in samples if one.finish_reason.is_scored]
+    results = iter(pool.score_batch(items, on_answer=on_answer))
+    return [
+        build_sample_scored(
+            sample,
+            next(results)
+            if sample.finish_reason.is_scored
+            else get_fixed_score(sample.finish_reason, reward),
+            reward_name=pool.name,
+            reward_digest=pool.digest,
+        )
+        for sample in samples
+    ]
 
 
 def build_sample_scored(

@@ -21,6 +21,8 @@ from relax_events.telemetry.metrics import WorkerMetrics
 if TYPE_CHECKING:
     from relax_events.episodes.engine import Driver
 
+OpenEngine = Callable[[RunConfig], Engine]
+
 
 @runtime_checkable
 class RoutingMetricsReceiver(Protocol):
@@ -62,6 +64,7 @@ def open_rollout_engine(
     metrics: WorkerMetrics,
     newest_version: Callable[[], int] | None = None,
     index: int = 0,
+    opens: OpenEngine | None = None,
 ) -> Engine:
     """Load the engine that generates samples, with the run's environment if it has one.
 
@@ -72,11 +75,13 @@ def open_rollout_engine(
         newest_version: Returns the newest policy version; the environment's media are stored with
             its objects.
         index: The worker's, which is added to the port for harnesses.
+        opens: Opens the engine of the turns; by default `open_engine`.
     Raises:
         ConfigError: As `open_engine`, or the environment can't be loaded.
     """
+    opens = opens or partial(open_engine, name=name, metrics=metrics.routing)
     if not config.environment.name:
-        return open_engine(config, name=name, metrics=metrics.routing)
+        return opens(config)
     from relax_events.episodes.engine import EpisodeEngine  # imports torch, as local engines do
 
     folder = (
@@ -94,7 +99,7 @@ def open_rollout_engine(
             media=config.model.media,
             tool_format=config.environment.tool_call_format,
         )
-        engine = open_engine(config, name=name, metrics=metrics.routing)
+        engine = opens(config)
         on_failure.callback(engine.close)
         if has_programs:
             driver = _open_gateway(config, libraries=libraries, index=index)

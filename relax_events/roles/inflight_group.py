@@ -26,7 +26,6 @@ from relax_events.events.types import PromptGroupIssued, SampleRolledOut
 from relax_events.kafka.leases import Lease
 from relax_events.media.library import MediaLibrary
 from relax_events.objects.store import list_message_media
-from relax_events.runtime.worker import Worker
 from relax_events.telemetry.traces import NOT_TRACED, TracedWork, Value
 
 LOST = (FinishReason.ERROR, FinishReason.LOST)
@@ -256,8 +255,9 @@ def build_sample_event(
     sample: GeneratedSample,
     *,
     owner: int,
-    worker: Worker,
+    config: RunConfig,
     renderer: PromptRenderer,
+    worker_id: str,
 ) -> SampleRolledOut:
     """Build the event of a finished or lost sample.
 
@@ -265,8 +265,9 @@ def build_sample_event(
         group: Its prompt group, of which at least one sample is usable.
         sample: As the engine returned it.
         owner: The policy version that the whole prompt group is assigned to.
-        worker: The worker that generated it.
+        config: The run.
         renderer: The policy's prompt renderer.
+        worker_id: The worker that generated it.
     Raises:
         ConfigError: The engine did not return data that the algorithm needs.
     """
@@ -288,21 +289,21 @@ def build_sample_event(
         loss_mask=loss_mask,
         rollout_logprobs=logprobs,
         num_prompt_tokens=len(prompt),
-        temperature=worker.config.engine.sampling.temperature,
+        temperature=config.engine.sampling.temperature,
         finish_reason=sample.finish_reason,
         completion=sample.turns[-1].text if sample.turns else renderer.completion_text(completion),
         messages=list(sample.prompt_messages) or issued.messages,
         turns=list(sample.turns),
         answer=issued.answer,
         metadata=issued.metadata,
-        routed_experts=select_routed_experts(sample, worker.config, num_tokens=len(tokens)),
-        topk_ids=select_top_tokens(sample, worker.config),
+        routed_experts=select_routed_experts(sample, config, num_tokens=len(tokens)),
+        topk_ids=select_top_tokens(sample, config),
         path_lengths=list(sample.path_lengths),
         truncated_paths=list(sample.truncated_paths),
         path_media=[list(media) for media in sample.path_media],
         environment_rewards=np.array(rewards) if (rewards := sample.environment_rewards) else None,
         error=sample.error[:MAX_ERROR_CHARACTERS],
-        worker_id=worker.worker_id,
+        worker_id=worker_id,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
+from relax_events.config import RunSection
 from relax_events.data.prompt_sampler import SelectedRow
 from relax_events.data.rows import MessageReader
 from relax_events.data.stream import PromptStream
@@ -169,19 +170,40 @@ def build_prompt_record(
         MediaError: A file of the row can't be read.
     """
     worker.heartbeat.advance()  # reading a row's media may take a while
-    run, row = worker.config.run, stream[group.row]
+    run = worker.config.run
     required = max(group.slot.train_step - run.max_staleness, 0)
     if group.attempt:
         required = max(
             required, worker.control.policy_version
         )  # a reissue needs newer weights, or it would expire again
-    issued = PromptGroupIssued(
+    issued = replace(
+        build_prompt_group(run, group, choice, stream=stream, read_messages=read_messages),
+        required_policy_version=required,
+        lost_worker=lost_worker,
+    )
+    partition = compute_shard(group.prompt_group_id, shards=worker.plan.queue_partitions)
+    return worker.records.build(
+        PROMPT_GROUPS, issued, key=group.prompt_group_id, partition=partition
+    )
+
+
+def build_prompt_group(
+    run: RunSection,
+    group: IssuedGroup,
+    choice: SelectedRow,
+    *,
+    stream: PromptStream,
+    read_messages: MessageReader,
+) -> PromptGroupIssued:
+    """Build a prompt group that any policy version may generate; see `build_prompt_record`."""
+    row = stream[group.row]
+    return PromptGroupIssued(
         prompt_group_id=group.prompt_group_id,
         train_step=group.slot.train_step,
         group_index=group.slot.group_index,
         attempt=group.attempt,
         row=group.row,
-        required_policy_version=required,
+        required_policy_version=0,
         samples_per_prompt=run.samples_per_prompt,
         messages=read_messages(row),
         answer=row.answer,
@@ -190,11 +212,6 @@ def build_prompt_record(
         completions=row.completions,
         skipped_rows={str(number): reason for number, reason in choice.skipped.items()},
         seed=derive_seed(run.seed, group),
-        lost_worker=lost_worker,
-    )
-    partition = compute_shard(group.prompt_group_id, shards=worker.plan.queue_partitions)
-    return worker.records.build(
-        PROMPT_GROUPS, issued, key=group.prompt_group_id, partition=partition
     )
 
 

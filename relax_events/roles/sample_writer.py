@@ -136,7 +136,12 @@ class SampleWriter:
         owner = group.policy_versions[0]
         samples = [
             build_sample_event(
-                group, sample, owner=owner, worker=self._worker, renderer=self._renderer
+                group,
+                sample,
+                owner=owner,
+                config=self._worker.config,
+                renderer=self._renderer,
+                worker_id=self._worker.worker_id,
             )
             for sample in group.samples
         ]
