@@ -23,6 +23,10 @@ COMMANDS = {
         "relax_events.cli.plan:plan",
         "Show what a run takes on given devices: memory by worker and part, time of a step.",
     ),
+    "try": (
+        "relax_events.cli.try_task:try_task",
+        "Play prompts of a run file without a run, and show what their reward is and why.",
+    ),
     "worker": (
         "relax_events.cli.run:worker",
         "Run one worker of a role: what a container, a unit file or a shell starts.",

@@ -179,8 +179,6 @@ def sample_fields(detail: SampleDetail) -> dict[str, Any]:
 
 def score_text(score: SampleScored | None) -> str:
     """Say what a reward function gave."""
-    from relax_events.history.samples.view import list_values
-
     if score is None:
         return "not scored"
     origin = (
@@ -189,13 +187,20 @@ def score_text(score: SampleScored | None) -> str:
     )
     if score.reward is None:
         return f"failed {origin}: {score.error}" if score.error else "none: no function scores it"
+    return f"{reward_text(score)} {origin}"
+
+
+def reward_text(score: SampleScored) -> str:
+    """Return a reward with its parts."""
+    from relax_events.history.samples.view import list_values
+
     parts = [f"{name} {value:g}" for name, value in score.components.items()]
     if (by_turn := list_values(score.turn_rewards)) is not None:
         parts.append(f"by turn {' '.join(f'{value:g}' for value in by_turn)}")
     if score.token_rewards is not None:
         parts.append(f"by token, {len(score.token_rewards)} of them")
     text = ", ".join(parts)
-    return f"{score.reward:g}{f' ({text})' if text else ''} {origin}"
+    return f"{score.reward:g}{f' ({text})' if text else ''}"
 
 
 def score_document(score: SampleScored) -> dict[str, Any]:
