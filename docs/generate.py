@@ -21,6 +21,7 @@ from typing import Any
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
 from benchmarks.environment import pinned
@@ -45,6 +46,7 @@ from relax_events.topics import TopicPlan
 FOLDER = Path(__file__).parent / "reference"
 SECURITY_PAGE = Path(__file__).parent / "explanation" / "security.md"
 ENTRY_POINTS_HEADING = "## Entry points"
+SCHEMA_FILE = "relax_events/config/run-file.schema.json"
 TABLE = re.compile(r"(?<=\n\n)\|.*?(?=\n\n)", re.DOTALL)
 CONVENTIONS = r"""## Conventions
 
@@ -99,6 +101,7 @@ def main() -> int:
         "exit-codes.md": errors_page(),
         "resuming.md": resuming_page(),
         "../explanation/security.md": security_page(),
+        f"../../{SCHEMA_FILE}": run_file_schema(),
     }
     stale = [
         name
@@ -196,10 +199,50 @@ def config_page() -> str:
         "`section.key=value` on the command line overrides both. "
         "Relative paths, `.relax` among them, are of the directory that `relax` is called "
         "in, wherever the run file lies.",
+        f"Editors check and complete a run file by its JSON schema, `{SCHEMA_FILE}`, which the "
+        "package has. Taplo and Even Better TOML find it by a first line `#:schema file:///...`, "
+        "which `relax init` writes. The schema knows the keys and the bounds of each; the rules "
+        "between keys are those of `relax doctor`.",
     ]
     for name, field in RunConfig.model_fields.items():
         parts += _section(name, field.annotation)
     return "\n\n".join(parts) + "\n"
+
+
+class RunFileSchema(GenerateJsonSchema):
+    """Writes draft 7, which editors of TOML read, without null, which TOML lacks."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Keys have no title besides their name."""
+        return False
+
+    def nullable_schema(self, schema: Any) -> dict[str, Any]:
+        """A key that may be None is left out of a run file."""
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: Any) -> dict[str, Any]:
+        """Sections don't repeat the defaults of their keys."""
+        inner = super().default_schema(schema)
+        if inner.get("default") is None or isinstance(inner["default"], dict):
+            inner.pop("default", None)
+        return inner
+
+    def tuple_schema(self, schema: Any) -> dict[str, Any]:
+        """Draft 7 has the kinds of a fixed list in `items`."""
+        inner = super().tuple_schema(schema)
+        if "prefixItems" in inner:
+            inner["items"] = inner.pop("prefixItems")
+        return inner
+
+
+def run_file_schema() -> str:
+    """The JSON schema of a run file."""
+    schema = RunConfig.model_json_schema(
+        ref_template="#/definitions/{model}", schema_generator=RunFileSchema
+    )
+    schema = {"$schema": "http://json-schema.org/draft-07/schema#"} | schema
+    schema["definitions"] = schema.pop("$defs")
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _section(name: str, kind: Any) -> list[str]:

@@ -115,7 +115,10 @@ class BrokerConfig(Section):
     """File that holds `user:password` for the registry; in the environment
     `SCHEMA_REGISTRY_LOGIN`."""
     client: Annotated[dict[str, str | int | float | bool], Names.OPTIONS] = Field(
-        default_factory=dict
+        default_factory=dict,
+        json_schema_extra={
+            "propertyNames": {"not": {"enum": [*sorted(GUARDED_CLIENT_KEYS | SECRET_CLIENT_KEYS)]}}
+        },
     )
     """Raw librdkafka settings, for security and tuning. Secrets are refused, and so are keys that
     this project's guarantees depend on."""

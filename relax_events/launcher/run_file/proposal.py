@@ -31,6 +31,7 @@ from relax_events.launcher.run_file.python_arguments import name_source
 from relax_events.models.checkpoint_facts import read_facts
 from relax_events.planning.inventory import CheckpointFacts, format_bytes, get_value_bytes
 
+SCHEMA_FILE = Path(__file__).parents[2] / "config" / "run-file.schema.json"
 NUM_ROWS = 200
 """Rows whose columns and lengths are looked at."""
 PADDING_TOKENS = 64
@@ -223,6 +224,7 @@ def _render(*, facts: CheckpointFacts, **values: Any) -> str:
         facts=facts,
         memory=describe_memory(facts),
         num_rows=NUM_ROWS,
+        schema=SCHEMA_FILE.as_uri(),
         is_large=facts.num_parameters >= LARGE_MODEL,
         **values,
     )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft7Validator
 
 from relax_events.config import RunConfig, load_run_config
 from relax_events.config.broker import GUARDED_CLIENT_KEYS
+from relax_events.config.loading import read_value
 from relax_events.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -20,6 +25,76 @@ path = "model"
 [data]
 source = "jsonl:data.jsonl"
 """
+
+
+SCHEMA_FILE = REPOSITORY / "relax_events" / "config" / "run-file.schema.json"
+KEY_ERRORS = [
+    ("run.max_staleness=-1", "run.max_staleness must be >= 0, got -1; set run.max_staleness"),
+    ("run.num_steps=0", "run.num_steps must be >= 1, got 0; set run.num_steps"),
+    (
+        "algorithm.clip_low=1.5",
+        "algorithm.clip_low must be <= 1, got 1.5; set algorithm.clip_low",
+    ),
+    (
+        "engine.sampling.temperature=0",
+        "engine.sampling.temperature must be > 0, got 0; set engine.sampling.temperature",
+    ),
+    (
+        "engine.sampling.top_p=1.5",
+        "engine.sampling.top_p must be <= 1, got 1.5; set engine.sampling.top_p",
+    ),
+    ("run.mode=both", "run.mode must be 'sync' or 'async', got 'both'; set run.mode"),
+    ("run.num_steps=many", "run.num_steps must be an integer, got 'many'; set run.num_steps"),
+    (
+        "run.id=Not_Allowed",
+        ("run.id must match '^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$', got 'Not_Allowed'; set run.id"),
+    ),
+    (
+        "model.tiny.hidden_size=33",
+        "model.tiny.hidden_size must be a multiple of 32, got 33; set model.tiny.hidden_size",
+    ),
+    ("run.max_stalenes=1", "unknown key run.max_stalenes; did you mean run.max_staleness?"),
+    ("trainer.lr=0.1", "unknown key trainer.lr; did you mean "),
+    (
+        "engine.temperature=1",
+        "unknown key engine.temperature; did you mean engine.sampling.temperature?",
+    ),
+    ("rnu.seed=1", "unknown key rnu; did you mean run?"),
+    ("zzzz.qqqq=1", "unknown key zzzz; known sections are run, model, data, "),
+    (
+        "broker.client.acks=1",
+        (
+            "broker.client: acks carries a delivery promise and can't be overridden; remove "
+            "it from broker.client"
+        ),
+    ),
+]
+OTHER_ERRORS = [
+    (
+        "broker.queue_partitions=2",
+        (
+            "broker: a share group's queue has one partition, got queue_partitions = 2; "
+            "leave out broker.queue_partitions, or set broker.prompt_queue = 'consumer_group'"
+        ),
+    ),
+    (
+        "trainer.ranks=5",
+        (
+            "every data-parallel rank reads shards of its own: trainer.ranks = 5 needs "
+            "broker.partitions_per_version >= 5, "
+            "got 2; set broker.partitions_per_version or trainer.ranks"
+        ),
+    ),
+    ("run.seed.x=1", "run.seed.x=1: seed is a value, not a section"),
+    (
+        "seed=1",
+        "override 'seed=1' is not of the form section.key=value; for example run.seed=1",
+    ),
+    (
+        "run.seed",
+        "override 'run.seed' is not of the form section.key=value; for example run.seed=1",
+    ),
+]
 
 
 @pytest.fixture
@@ -37,6 +112,13 @@ def error_of(path: Path, *overrides: str, **environment: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load(path, *overrides, **environment)
     return str(caught.value).replace(f"{path}: ", "")
+
+
+def list_schema_errors(tree: dict[str, Any]) -> list[str]:
+    """Return what an editor would mark in a run file."""
+    schema = json.loads(SCHEMA_FILE.read_text())
+    Draft7Validator.check_schema(schema)
+    return [error.message for error in Draft7Validator(schema).iter_errors(tree)]
 
 
 def test_minimal_run_file_gets_the_defaults(run_file: Path) -> None:
@@ -62,9 +144,23 @@ def test_minimal_run_file_gets_the_defaults(run_file: Path) -> None:
 @pytest.mark.parametrize(
     "path", sorted((REPOSITORY / "configs").rglob("*.toml")), ids=lambda path: path.stem
 )
-def test_shipped_run_files_load(path: Path) -> None:
+def test_shipped_run_files_load_and_fit_the_schema(path: Path) -> None:
     config = load(path)
     assert config.run.num_steps >= 1
+    assert list_schema_errors(tomllib.loads(path.read_text())) == []
+
+
+@pytest.mark.parametrize("override", [override for override, _ in KEY_ERRORS])
+def test_schema_for_editors_refuses_a_wrong_key(override: str) -> None:
+    tree = tomllib.loads(MINIMAL)
+    assert list_schema_errors(tree) == []
+    key, _, value = override.partition("=")
+    *tables, last = key.split(".")
+    table = tree
+    for name in tables:
+        table = table.setdefault(name, {})
+    table[last] = read_value(value)
+    assert list_schema_errors(tree) != []
 
 
 def test_later_config_layers_override_earlier_ones(run_file: Path) -> None:
@@ -142,77 +238,7 @@ def test_object_store_defaults_to_the_run_directory(run_file: Path, tmp_path: Pa
     assert load(run_file, "objects.uri=s3://bucket/x").objects_uri == "s3://bucket/x/mine"
 
 
-@pytest.mark.parametrize(
-    ("override", "text"),
-    [
-        ("run.max_staleness=-1", "run.max_staleness must be >= 0, got -1; set run.max_staleness"),
-        ("run.num_steps=0", "run.num_steps must be >= 1, got 0; set run.num_steps"),
-        (
-            "algorithm.clip_low=1.5",
-            "algorithm.clip_low must be <= 1, got 1.5; set algorithm.clip_low",
-        ),
-        (
-            "engine.sampling.temperature=0",
-            "engine.sampling.temperature must be > 0, got 0; set engine.sampling.temperature",
-        ),
-        (
-            "engine.sampling.top_p=1.5",
-            "engine.sampling.top_p must be <= 1, got 1.5; set engine.sampling.top_p",
-        ),
-        ("run.mode=both", "run.mode must be 'sync' or 'async', got 'both'; set run.mode"),
-        ("run.num_steps=many", "run.num_steps must be an integer, got 'many'; set run.num_steps"),
-        (
-            "run.id=Not_Allowed",
-            (
-                "run.id must match '^[a-z0-9]([a-z0-9-]{0,46}[a-z0-9])?$', got 'Not_Allowed'; "
-                "set run.id"
-            ),
-        ),
-        (
-            "model.tiny.hidden_size=33",
-            "model.tiny.hidden_size must be a multiple of 32, got 33; set model.tiny.hidden_size",
-        ),
-        ("run.max_stalenes=1", "unknown key run.max_stalenes; did you mean run.max_staleness?"),
-        ("trainer.lr=0.1", "unknown key trainer.lr; did you mean "),
-        (
-            "engine.temperature=1",
-            "unknown key engine.temperature; did you mean engine.sampling.temperature?",
-        ),
-        ("rnu.seed=1", "unknown key rnu; did you mean run?"),
-        ("zzzz.qqqq=1", "unknown key zzzz; known sections are run, model, data, "),
-        (
-            "broker.client.acks=1",
-            (
-                "broker.client: acks carries a delivery promise and can't be overridden; remove "
-                "it from broker.client"
-            ),
-        ),
-        (
-            "broker.queue_partitions=2",
-            (
-                "broker: a share group's queue has one partition, got queue_partitions = 2; "
-                "leave out broker.queue_partitions, or set broker.prompt_queue = 'consumer_group'"
-            ),
-        ),
-        (
-            "trainer.ranks=5",
-            (
-                "every data-parallel rank reads shards of its own: trainer.ranks = 5 needs "
-                "broker.partitions_per_version >= 5, "
-                "got 2; set broker.partitions_per_version or trainer.ranks"
-            ),
-        ),
-        ("run.seed.x=1", "run.seed.x=1: seed is a value, not a section"),
-        (
-            "seed=1",
-            "override 'seed=1' is not of the form section.key=value; for example run.seed=1",
-        ),
-        (
-            "run.seed",
-            "override 'run.seed' is not of the form section.key=value; for example run.seed=1",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("override", "text"), KEY_ERRORS + OTHER_ERRORS)
 def test_config_error_names_key_value_rule_and_remedy(
     run_file: Path, override: str, text: str
 ) -> None:

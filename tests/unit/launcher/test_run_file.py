@@ -7,8 +7,10 @@ import struct
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from jsonschema import Draft7Validator
 
 from relax_events.errors import ConfigError
 from relax_events.launcher.run_file.columns import Columns, guess_columns, propose_reward
@@ -132,7 +134,11 @@ def test_run_file_is_proposed_with_a_reason_for_each_value(tmp_path: Path) -> No
         propose_run_file("mine", tmp_path, data, Wishes())
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     run_file = propose_run_file("mine", tmp_path, data, Wishes())
-    assert tomllib.loads(run_file)["data"]["multimodal_keys"] == {"image": "images"}
+    settings = tomllib.loads(run_file)
+    assert settings["data"]["multimodal_keys"] == {"image": "images"}
+    keyword, schema = run_file.splitlines()[0].split(" ")
+    assert keyword == "#:schema"
+    Draft7Validator(json.loads(Path(urlsplit(schema).path).read_text())).validate(settings)
     assert "an engine holds 0.0 MB of weights, a trainer 0.0 MB of weights, gradients" in run_file
 
 
