@@ -7,7 +7,6 @@ python -m deploy.generate
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from relax_events.kafka.security.acls import Acl, build_acls, build_username
 from relax_events.kafka.security.folder import SecurityFolder
 from relax_events.kafka.security.settings import build_broker_settings
 from relax_events.objects.rights import FOLDERS, STORE_RIGHTS
+from relax_events.ops.topic_documents import group_acls
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "deploy" / "helm" / "relax-events"
@@ -30,7 +30,6 @@ TEMPLATED = {
     "KAFKA_CONTROLLER_QUORUM_VOTERS",
 }
 """Settings of the broker that the chart's template gives."""
-RESOURCES = {"transactional_id": "transactionalId"}
 CLIENTS = "CLIENT"
 """Name of the clients' listener. Kafka's image requires key stores with passwords for listeners
 named SASL_SSL."""
@@ -69,20 +68,8 @@ def build_store_access() -> dict[str, list[str]]:
 
 def build_access(acls: list[Acl]) -> dict[str, list[dict[str, Any]]]:
     """Return ACLs as Strimzi's KafkaUser has them, by role or person."""
-    operations: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for acl in acls:
-        operations[acl.username, acl.resource, acl.name, acl.pattern].append(acl.operation)
-    access: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for (username, resource, name, pattern), names in sorted(operations.items()):
-        access[username.removeprefix(build_username(RUN, ""))].append(
-            {
-                "resource": RESOURCES.get(resource, resource),
-                "name": name,
-                "pattern": {"prefixed": "prefix"}.get(pattern, pattern),
-                "operations": ["".join(map(str.title, one.split("_"))) for one in names],
-            }
-        )
-    return dict(access)
+    prefix = build_username(RUN, "")
+    return {user.removeprefix(prefix): rules for user, rules in group_acls(acls).items()}
 
 
 def build_files() -> dict[str, str]:

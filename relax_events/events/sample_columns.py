@@ -132,6 +132,12 @@ RECORD_KINDS: tuple[type, ...] = (
 """The dataclass of each Avro record that an event or several lie in."""
 
 
+def get_record_kind(kind: type) -> type:
+    """Return the dataclass of the Avro record that events of a kind lie in."""
+    layout = _LAYOUTS.get(kind)
+    return kind if layout is None else layout.columns
+
+
 def join_samples(
     samples: Sequence[Sample], *, max_array_bytes: int = MAX_ARRAY_BYTES
 ) -> Iterator[SampleColumns]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from relax_events.cli.output import print_rows
 from relax_events.cli.parameters import Output, Overrides, RunFile, Yes
@@ -18,6 +21,12 @@ if TYPE_CHECKING:
     from relax_events.ops.topic_apply import Change
 
 
+OUTPUT_HELP = Parameter(
+    help=(
+        "The changes as a table to read, or JSON for programs. Or the plan as a document, without "
+        "a broker and with no change: Strimzi's topics and users for kubectl, or AsyncAPI 3."
+    )
+)
 Danger = Literal["partitions", "retention", "cleanup", "record-size", "durability", "delete"]
 
 
@@ -27,7 +36,8 @@ def apply(
     allow: tuple[Danger, ...] = (),
     dry_run: bool = False,
     yes: Yes = False,
-    output: Output = "table",
+    output: Annotated[Literal["table", "json", "strimzi", "asyncapi"], OUTPUT_HELP] = "table",
+    cluster: str = "relax",
 ) -> int:
     """Create and alter the run's topics, and publish this release's schemas; what would lose or
     misplace records is refused without a word for it.
@@ -37,7 +47,11 @@ def apply(
     Args:
         allow: A danger that is agreed to, once for each.
         dry_run: Show the changes and make none; exit code 6 when there are any.
+        cluster: With --output strimzi, the name of the cluster's Kafka resource.
     """
+    if output == "strimzi" or output == "asyncapi":
+        _print_document(config, overrides, output, cluster)
+        return 0
     from relax_events.cli.output import agreed
     from relax_events.ops.schemas import find_missing_schemas, publish_schemas
     from relax_events.ops.topic_apply import apply_topics, require_allowed
@@ -55,6 +69,21 @@ def apply(
         apply_topics(settings, admin, allow=allow)
         publish_schemas(settings, admin)
         return 0
+
+
+def _print_document(
+    config: Path, overrides: tuple[str, ...], form: Literal["strimzi", "asyncapi"], cluster: str
+) -> None:
+    from relax_events.cli.output import print_json
+    from relax_events.config import load_run_config
+    from relax_events.ops.topic_documents import build_asyncapi, build_strimzi
+
+    settings = load_run_config(config, overrides)
+    if form == "asyncapi":
+        print_json(build_asyncapi(settings))
+    else:
+        items = build_strimzi(settings, cluster=cluster)
+        print_json({"apiVersion": "v1", "kind": "List", "items": items})
 
 
 def _show_changes(
