@@ -92,6 +92,9 @@ class TransformersEngine:
             self._rule = measure_invariance(self._model, max_rows=max_rows, max_tokens=max_tokens)
         self._prompt_block = TOKEN_BLOCK if self._model.pads_prompts else 1
         self._waiting: deque[SampleState] = deque()
+        self._prefills: deque[list[PrefixGroup]] = deque()
+        """Of admitted samples without a row. No row decodes until they are done, so results do not
+        depend on when a poll returns."""
         self._running_ids: set[str] = set()
         """Of all samples that wait or have a row."""
         self._finished: list[GeneratedSample] = []
@@ -105,14 +108,19 @@ class TransformersEngine:
     @property
     def num_running(self) -> int:
         """Samples submitted and not finished."""
-        return len(self._waiting) + self._table.num_rows
+        return self._num_waiting + self._table.num_rows
+
+    @property
+    def _num_waiting(self) -> int:
+        admitted = sum(len(samples) for groups in self._prefills for samples in groups)
+        return len(self._waiting) + admitted
 
     @property
     def usage(self) -> EngineUsage:
         """Samples in the engine, and tokens processed so far."""
         return EngineUsage(
             num_decoding=self._table.num_rows,
-            num_waiting=len(self._waiting),
+            num_waiting=self._num_waiting,
             num_generated=self.num_tokens,
             num_prefilled=self._num_prefilled,
             num_cached=self._num_cached,
@@ -178,6 +186,7 @@ class TransformersEngine:
             if removed_ids is None or sample.sample_id in removed_ids
         ]
         removed = self._remove_rows(rows)
+        self._requeue_admitted()
         kept = deque[SampleState]()
         for sample in self._waiting:
             is_removed = removed_ids is None or sample.sample_id in removed_ids
@@ -238,6 +247,7 @@ class TransformersEngine:
     def close(self) -> None:
         """Drop the running samples and free the device memory."""
         self._requeue_running()
+        self._prefills.clear()
         self._waiting.clear()
         self._running_ids.clear()
         self._cache.release()
@@ -245,16 +255,24 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _step(self) -> None:
-        """Prefill waiting samples, then decode a token in every row."""
+        """Compute one prefill of the waiting samples, and after the last one decode a token in
+        every row.
+        """
+        if not self._prefills:
+            self._admit()
+        if self._prefills:
+            self._prefill(self._prefills.popleft())
+        if self._table.num_rows and not self._prefills:
+            self._decode()
+
+    def _admit(self) -> None:
+        """Take waiting samples for their prefills, if this step is one to prefill at."""
         if self._waiting and not self._table.num_rows:
             # Otherwise one long sample would determine the cache's length for the rest of the run.
             self._cache.release_large()
         if self._should_prefill():
             self._num_waited_steps = 0
-            for groups in self._take_prefills():
-                self._prefill(groups)
-        if self._table.num_rows:
-            self._decode()
+            self._prefills.extend(self._take_prefills())
 
     def _should_prefill(self) -> bool:
         """Return whether to prefill waiting samples now: a prefill of few costs almost as much as
@@ -374,6 +392,12 @@ class TransformersEngine:
         """Put running samples back in front of the waiting ones, in order of submission."""
         running = self._remove_rows(range(self._table.num_rows))
         self._waiting.extendleft(sorted(running, key=lambda sample: sample.order, reverse=True))
+
+    def _requeue_admitted(self) -> None:
+        """Put samples whose prefill is still to come back in front of the waiting ones."""
+        admitted = [sample for groups in self._prefills for samples in groups for sample in samples]
+        self._prefills.clear()
+        self._waiting.extendleft(sorted(admitted, key=lambda sample: sample.order, reverse=True))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._model.device)

@@ -76,6 +76,27 @@ def test_restart_recomputes_running_samples_with_the_new_weights() -> None:
         np.testing.assert_allclose(sample.logprobs, np.concatenate([old[:5], new[5:]]), atol=2e-5)
 
 
+def test_poll_returns_between_the_prefills_of_many_prompts() -> None:
+    """Between polls a worker sends heartbeats and reads its control topics."""
+    requests = [make_request(number, num_samples=2, max_new_tokens=3) for number in range(5)]
+    engine, polls = make_engine(tiny_model("qwen3_5")), []  # whose prompts are prefilled one by one
+    for request in requests:
+        engine.submit(request)
+    for _ in requests:
+        polls.append((engine.usage.num_decoding, engine.num_running))
+        assert engine.poll(timeout_seconds=0.0) == []
+    assert polls == [(number, 10) for number in (0, 2, 4, 6, 8)]
+    aborted = make_engine(tiny_model("qwen3_5"))
+    for request in requests:
+        aborted.submit(request)
+    step(aborted, 2)
+    aborted.abort(["g1/0", "g4/1"])
+    assert (aborted.usage.num_decoding, aborted.usage.num_waiting) == (3, 5)
+    whole, rest = finish(engine), finish(aborted)
+    assert whole.keys() - rest.keys() == {"g1/0", "g4/1"}
+    assert all(rest[name].tokens.tolist() == whole[name].tokens.tolist() for name in rest)
+
+
 def test_swap_keeps_the_kv_cache_and_marks_the_segments() -> None:
     engine = make_engine()
     request = make_request(1, max_new_tokens=12)
