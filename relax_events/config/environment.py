@@ -115,6 +115,10 @@ class EnvironmentConfig(Section):
     episode_seconds: Annotated[Seconds, free("when an episode counts as failed")] = 900.0
     """Deadline of a program after that (`command`), without the time in which its calls wait for
     the policy."""
+    idle_seconds: Annotated[float, Field(ge=0), free("when an episode counts as failed")] = 300.0
+    """Deadline from an answer of the policy to the program's next call, or its end (`command`, or a
+    harness): a program that is gone is then noticed. The slowest tool must be faster. 0 for
+    none."""
     attempts: Annotated[Positive, free("how often a failed episode is begun again")] = 3
     """How often an episode is begun in all if its program or session fails or is late, its program
     calls no model, or the engine fails. After the last attempt the prompt becomes a dead letter,

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from gateway_agents import begin, episodes, finish
 
 from relax_events.deadline import Deadline
 from relax_events.engines.protocol import GeneratedSample
 from relax_events.episodes.engine import EpisodeEngine
 from relax_events.events.parts import FinishReason
+from relax_events.packages.gateway import program_driver
 
 TOKEN = "a-token"
 
@@ -188,3 +190,40 @@ def test_waiting_for_a_harness_counts_as_progress_and_can_be_aborted(tmp_path: P
         (aborted,) = engine.abort()
         assert post(engine._driver.url, "/sessions", {"wait_seconds": 0.2}) == (204, None)
     assert aborted.finish_reason is FinishReason.ABORT
+
+
+def test_harness_that_dies_during_a_call_has_its_episode_begun_again_within_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program_driver, "GONE_SECONDS", 0.1)
+    with offering(tmp_path, attempts=2, idle_seconds=500.0) as engine:
+        begin(engine)
+        offers = engine._driver.offers
+        assert offers is not None
+        _, first = post(engine._driver.url, "/sessions", {"wait_seconds": 60})
+        assert first["idle_seconds"] == 500.0
+        dying = _begin_call(first)
+        deadline = Deadline(60.0)
+        while offers._taken[first["key"]].session.clock.runs.is_set():
+            assert not deadline.passed, "the call has not arrived"
+            time.sleep(0.01)
+        dying.close()
+        status, second = post(engine._driver.url, "/sessions", {"wait_seconds": 60})
+        assert status == 200, "the episode was not begun again"
+        assert second["sample_id"] == first["sample_id"]
+        assert post(engine._driver.url, "/sessions/finish", {}, key=first["key"])[0] == 401
+        engine.abort()
+
+
+def _begin_call(session: dict[str, Any]) -> socket.socket:
+    """Send a call whose answer is not read."""
+    address = urlsplit(session["base_url"])
+    body = json.dumps({"model": "any", "messages": session["task"]["messages"]})
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
+        f"Authorization: Bearer {session['key']}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    connection = socket.create_connection((address.hostname or "", address.port or 0), timeout=60)
+    connection.sendall((head + body).encode())
+    return connection

@@ -39,13 +39,16 @@ class OwnClock:
 
     Attributes:
         runs: Set while no call waits.
+        stops: Set while a call waits.
+        is_cut_off: Whether its caller cancelled the call that ended last.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start at 0; `now` in seconds."""
         self._now, self._started = now, now()
         self._num_calls, self._stopped, self._waited = 0, 0.0, 0.0
-        self.runs = asyncio.Event()
+        self._resumed, self.is_cut_off = self._started, False
+        self.runs, self.stops = asyncio.Event(), asyncio.Event()
         self.runs.set()
 
     @property
@@ -54,19 +57,32 @@ class OwnClock:
         now = self._now() if self.runs.is_set() else self._stopped
         return now - self._started - self._waited
 
+    @property
+    def idle_seconds(self) -> float:
+        """Time since the last call ended; 0 while a call waits."""
+        return self._now() - self._resumed if self.runs.is_set() else 0.0
+
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop it during a call; several may run at the same time."""
         if not self._num_calls:
             self._stopped = self._now()
             self.runs.clear()
+            self.stops.set()
         self._num_calls += 1
+        is_cut_off = False
         try:
             yield
+        except asyncio.CancelledError:
+            is_cut_off = True
+            raise
         finally:
             self._num_calls -= 1
+            self.is_cut_off = is_cut_off
             if not self._num_calls:
-                self._waited += self._now() - self._stopped
+                self._resumed = self._now()
+                self._waited += self._resumed - self._stopped
+                self.stops.clear()
                 self.runs.set()
 
 
@@ -147,11 +163,12 @@ class ChatSession(Session):
             PoisonSample: The messages can't be rendered.
             EngineFailed, ObjectError, StoreUnavailable: As for `chat`.
         """
-        messages = await self._resolve(messages)
-        if text := self._describe_excess(messages, tools):
-            raise SessionLimit(Limit.CONTEXT, text)
-        turn = await self._prepare(messages, tools)
-        return len(path_tokens(turn.continuation.parent)) + len(turn.input_tokens)
+        with self.clock.stopped():
+            messages = await self._resolve(messages)
+            if text := self._describe_excess(messages, tools):
+                raise SessionLimit(Limit.CONTEXT, text)
+            turn = await self._prepare(messages, tools)
+            return len(path_tokens(turn.continuation.parent)) + len(turn.input_tokens)
 
     def _describe_excess(self, messages: Sequence[ChatMessage], tools: str) -> str:
         """Return why texts can't fit the context with any number of tokens; empty if they may

@@ -73,6 +73,7 @@ def add_offer_routes(app: FastAPI, offers: SessionOffers, *, model_name: str) ->
                 "task": offer.task,
                 "start_seconds": offers.limits.start_seconds,
                 "episode_seconds": offers.limits.episode_seconds,
+                "idle_seconds": offers.limits.idle_seconds,
             }
         )
 

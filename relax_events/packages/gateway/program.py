@@ -12,10 +12,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from relax_events.api.errors import EpisodeFailed, EpisodeLate
+from relax_events.api.errors import EpisodeFailed, EpisodeLate, RelaxError
 from relax_events.api.events import format_json
 from relax_events.confinement.variables import build_child_environment
 from relax_events.packages.gateway.chat_session import ChatSession
@@ -39,11 +40,16 @@ class ProgramLimits:
     Attributes:
         start_seconds: From its start to its first call of the model.
         episode_seconds: From then to its end, without the time in which it waits for the policy.
+        idle_seconds: Between two of its calls; 0 for none.
+        gone_seconds: From a call during which it closed its connection to its next call; 0 for
+            none.
         memory_bytes: Address space of each of its processes.
     """
 
     start_seconds: float
     episode_seconds: float
+    idle_seconds: float
+    gone_seconds: float
     memory_bytes: int
 
 
@@ -148,8 +154,8 @@ async def wait_for_end(
         session: Of its calls.
         who: The program, for errors.
     Raises:
-        EpisodeFailed: It is late, and the policy had no turn.
-        EpisodeLate: It is late after a turn of the policy.
+        EpisodeFailed: It is late or silent, and the policy had no turn; or its connection closed.
+        EpisodeLate: It is late or silent after a turn of the policy.
     """
     if not await _wait(ended, session.first_call, seconds=limits.start_seconds):
         raise EpisodeFailed(
@@ -159,13 +165,38 @@ async def wait_for_end(
     clock = session.clock
     end = clock.seconds + limits.episode_seconds
     while not ended.done():
-        if (left := end - clock.seconds) <= 0:
-            text = f"took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
-            raise (EpisodeLate if session.graph.nodes else EpisodeFailed)(f"{who} {text}")
         if clock.runs.is_set():
-            await asyncio.wait([ended], timeout=left)
+            left, error = _find_deadline(limits, session, end=end, who=who)
+            if left <= 0:
+                raise error
+            await _wait(ended, clock.stops, seconds=left)
         else:
             await _wait(ended, clock.runs)
+
+
+def _find_deadline(
+    limits: ProgramLimits, session: ChatSession, *, end: float, who: str
+) -> tuple[float, RelaxError]:
+    """Return the seconds that a program may be without a call from now on, and the error then.
+
+    Args:
+        limits: Its deadlines.
+        session: Of its calls, none of which waits.
+        end: Of its own time, in seconds.
+        who: The program.
+    """
+    clock = session.clock
+    late = EpisodeLate if session.graph.nodes else EpisodeFailed
+    idle, gone = limits.idle_seconds, limits.gone_seconds
+    text = f"{who} took longer than {limits.episode_seconds:g} s (environment.episode_seconds)"
+    deadlines: list[tuple[float, RelaxError]] = [(end - clock.seconds, late(text))]
+    if idle:
+        text = f"{who} made no call for {idle:g} s (environment.idle_seconds)"
+        deadlines.append((idle - clock.idle_seconds, late(text)))
+    if gone and clock.is_cut_off:
+        text = f"{who} closed its connection during a call, and did not call again for {gone:g} s"
+        deadlines.append((gone - clock.idle_seconds, EpisodeFailed(text)))
+    return min(deadlines, key=itemgetter(0))
 
 
 async def _wait(

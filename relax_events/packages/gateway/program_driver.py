@@ -32,6 +32,9 @@ from relax_events.packages.gateway.session_keys import SessionKeys
 from relax_events.packages.gateway.session_media import MediaThreads, SessionMedia, to_chat_part
 
 log = structlog.get_logger()
+GONE_SECONDS = 20.0
+"""Without a call after a harness's connection closed during a call: clients whose connection breaks
+call again within ten."""
 
 
 class ProgramDriver:
@@ -66,9 +69,12 @@ class ProgramDriver:
         """
         environment = config.environment
         self._config = config
+        notices_end = environment.harness.is_served and environment.idle_seconds > 0
         self._limits = ProgramLimits(
             start_seconds=environment.start_seconds,
             episode_seconds=environment.episode_seconds,
+            idle_seconds=environment.idle_seconds,
+            gone_seconds=GONE_SECONDS if notices_end else 0.0,
             memory_bytes=environment.memory_bytes,
         )
         self._command = environment.resolve_command()
