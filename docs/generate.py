@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticUndefined
 
+import relax_events
 from benchmarks.environment import pinned
 from relax_events import api, errors
 from relax_events.algorithms.description import describe_algorithm, installed_algorithms
@@ -154,6 +155,7 @@ def api_page() -> str:
     parts = [
         "# The Python API",
         (inspect.getdoc(api) or "").replace("docs/reference/api.md", "This page"),
+        *python_face(),
     ]
     for module in pkgutil.iter_modules(api.__path__):
         loaded = importlib.import_module(f"{api.__name__}.{module.name}")
@@ -163,9 +165,27 @@ def api_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def python_face() -> list[str]:
+    """The names of the package itself, and what a handle to a run can do."""
+    face = {name: getattr(relax_events, name) for name in relax_events.FACE}
+    calls = {
+        f"Run.{name}": member
+        for name, member in vars(face["Run"]).items()
+        if not name.startswith("_") and name != "start"
+    }
+    rows = [_describe_member(name, member) for name, member in (face | calls).items()]
+    return [
+        "## relax_events",
+        "Training from a script or a notebook ([how](../how-to/train-from-python.md)).",
+        "\n".join(["| name | what |", "|---|---|", *rows]),
+    ]
+
+
 def _describe_member(name: str, member: Any) -> str:
     """The row of a name: its signature, those of its methods, and what it is."""
     summary = (inspect.getdoc(member) or "").partition("\n\n")[0]
+    if isinstance(member, property):
+        return f"| `{name}` | {_one_line(summary)} |"
     if not callable(member) or isinstance(member, GenericAlias):
         return f"| `{name}` | `{member!r}` |"
     has_no_signature = isinstance(member, type) and issubclass(member, Enum | Exception | BaseModel)

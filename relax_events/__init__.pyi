@@ -3,3 +3,4 @@ from relax_events.launcher.run_handle import attach as attach
 from relax_events.launcher.run_handle import train as train
 
 __version__: str
+FACE: tuple[str, ...]

@@ -35,6 +35,10 @@ from relax_events.rewards.registry import read_info
 from relax_events.rewards.scores import BY_TOKEN, BY_TURN, EXPLAINS, parse_score
 
 MAX_ERROR_CHARACTERS = 600
+NO_REWARD = (
+    "returned None, so the sample has no reward and is not trained; return a number, or let "
+    "reward.routes choose the function by the row's source"
+)
 
 
 MAX_REQUESTS = 64
@@ -201,6 +205,8 @@ class Caller:
 def _result(value: Any, weights: Mapping[str, float]) -> dict[str, Any]:
     if isinstance(value, Exception):
         return {"error": f"failed: {value}"[:MAX_ERROR_CHARACTERS]}
+    if value is None:
+        return {"error": NO_REWARD}
     try:
         score = parse_score(value, weights=weights)
     except (TypeError, ValueError, OverflowError) as error:

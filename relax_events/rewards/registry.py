@@ -153,7 +153,8 @@ class RewardFunction(Protocol):
 
     A function with a parameter `completions` and a `**` parameter is called by TRL's convention:
     with `prompts`, `completions`, `completion_ids` and each column of the row by its name, all as
-    lists with an element for each completion; `answer` is the reference answer.
+    lists with an element for each completion; `answer` is the reference answer. None in the list
+    that it returns gives the sample no reward, and the sample is not trained.
 
     It may also return `turn_rewards`, a number for each completion, and `token_rewards`, one for
     each sampled token. They are added to the total; algorithms with token-level advantages use
@@ -234,6 +235,8 @@ def load_reward(
         module, function.__name__, options=checked, weights=weights or {}, packages=facts.packages
     )
     by_columns = takes_columns(function)
+    if by_columns:
+        _refuse_arguments_of_other_calls(function, name)
     called = pass_columns(function) if by_columns else function
     bound = partial(called, **checked) if checked else called
     files = tuple(source_files(module).values())
@@ -308,6 +311,22 @@ def pass_columns(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(**lists | options)
 
     return call
+
+
+def _refuse_arguments_of_other_calls(function: Callable[..., Any], name: str) -> None:
+    """Refuse a function of TRL's convention that requires an argument of our other calls.
+
+    Raises:
+        ConfigError: It does so; each call would fail.
+    """
+    others = {*CALL_ARGUMENTS[1:], *OPTIONAL_ARGUMENTS}
+    for one in inspect.signature(function).parameters.values():
+        if one.kind is one.KEYWORD_ONLY and one.default is one.empty and one.name in others:
+            raise ConfigError(
+                f"{name} has a ** parameter, so it is called by TRL's convention, which has no "
+                f"{one.name}; remove the ** parameter, or {one.name} and read the row's columns by "
+                f"their names. Where {one.name} is a column, put it in front of the *"
+            )
 
 
 def list_options(function: Callable[..., Any]) -> list[RewardOption]:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import filecmp
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import tomlkit
 
 from relax_events.config import RunConfig, load_run_config
 from relax_events.config.loading import build_run_config
@@ -37,7 +38,6 @@ lack it."""
 ORIGIN = "train"
 """Stands for the run file in errors."""
 SCHEME = re.compile(r"[a-z_]+:")
-BARE_KEY = re.compile(r"[\w-]+", re.ASCII)
 Writer = Callable[[Path], object]
 Tree = dict[str, Any]
 
@@ -215,55 +215,31 @@ def _refuse_other_settings(old: RunConfig, new: RunConfig, *, accepts_changes: b
 
 
 def format_toml(tree: Mapping[str, Any]) -> str:
-    """Return settings as TOML: a table a section, with inline tables in it.
+    """Return settings as TOML.
 
     Raises:
         ConfigError: A value has no form in TOML; the text names its key.
     """
-    values = [
-        f"{_format_key(key)} = {format_value(value, key)}"
-        for key, value in tree.items()
-        if not isinstance(value, Mapping)
-    ]
-    sections = [
-        "\n".join(
-            [
-                f"[{_format_key(name)}]",
-                *(
-                    f"{_format_key(key)} = {format_value(value, f'{name}.{key}')}"
-                    for key, value in section.items()
-                ),
-            ]
-        )
-        for name, section in tree.items()
-        if isinstance(section, Mapping)
-    ]
-    return "\n\n".join([*values, *sections]) + "\n"
+    return tomlkit.dumps(_simplify(tree, ""))
 
 
 def format_value(value: Any, key: str) -> str:
-    """Return a value as TOML; errors as for `format_toml`."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int):
-        return str(int(value))
-    if isinstance(value, float):
-        return repr(float(value)) if math.isfinite(value) else str(float(value))
-    if isinstance(value, str | Path):
-        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    """Return a value as TOML on one line; errors as for `format_toml`."""
+    return str(tomlkit.item(_simplify(value, key)).as_string())
+
+
+def _simplify(value: Any, key: str) -> Any:
+    """Return a value with the types that TOML has: texts of paths, lists of tuples."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(format_value(one, key) for one in value)}]"
+        return [_simplify(one, key) for one in value]
     if isinstance(value, Mapping):
-        pairs = (
-            f"{_format_key(name)} = {format_value(one, f'{key}.{name}')}"
-            for name, one in value.items()
-        )
-        return f"{{ {', '.join(pairs)} }}"
+        prefix = f"{key}." if key else ""
+        return {name: _simplify(one, f"{prefix}{name}") for name, one in value.items()}
     raise ConfigError(
         f"{ORIGIN}: {key} is a {type(value).__name__}, which a run file can't hold; pass a number, "
         "a text, a list or a dict"
     )
-
-
-def _format_key(key: Any) -> str:
-    return key if BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)

@@ -154,6 +154,7 @@ def test_function_of_trl_gets_lists_and_columns_by_their_names(tmp_path: Path) -
         "def score(prompts, completions, ground_truth, scale: float = 1.0, **columns):\n"
         "    return [prompts, completions, ground_truth, scale, columns]\n"
         "def only(completions, **columns): return [len(one) for one in completions]\n"
+        "def column(completions, metadata, **_): return [one['a'] for one in metadata]\n"
         "async def later(completions, answer, **_): return answer\n"
     )
     loaded = load_reward(f"{file}:score", options={"scale": 2})
@@ -173,6 +174,9 @@ def test_function_of_trl_gets_lists_and_columns_by_their_names(tmp_path: Path) -
         {"answer": ["4", "4"], "level": [None, None], "completion_ids": [[1], [2, 3]]},
     ]
     assert load_reward(f"{file}:only").function(["", "abc"], **call) == [0, 3]
+    assert load_reward(f"{file}:column").function(
+        ["4"], **call | {"metadata": {"metadata": {"a": 1}}}
+    ) == [1]
     later = load_reward(f"{file}:later")
     assert later.is_async
     assert asyncio.run(later.function(["a", "b"], **call)) == ["4", "4"]
@@ -211,6 +215,11 @@ def test_function_of_trl_gets_lists_and_columns_by_their_names(tmp_path: Path) -
             "def score(completions, scale: float = 1.0, **columns): pass",
             {"scale": "much"},
             r"reward.options.scale: Input should be a valid number",
+        ),
+        (
+            "def score(completions, *, metadata, **columns): pass",
+            {},
+            r"score has a \*\* parameter, .* TRL's convention, which has no metadata; remove the",
         ),
         (
             "score = type('Score', (), {'__call__': lambda *a, **k: 1})()",
