@@ -36,8 +36,10 @@ def test_topics_commands_describe_a_finished_run(finished_run: FinishedRun) -> N
         for entity in ("prompt.groups", "rollout.samples", "advantage.samples")
     ] == [12, 12, 12]
     lag = orjson.loads(topics(finished_run, "show", run_file, "--by", "slot").out)
-    assert {row["role"]: row["lag"] for row in lag} == {"reward": 0, "advantage": 0, "trainer": 0}
-    assert {row["slot"]: row["policy_version"] for row in lag} == {0: 3, 1: 1, 2: 2}
+    roles = ("reward", "advantage", "trainer", "rollout")
+    assert {row["role"]: row["lag"] for row in lag} == dict.fromkeys(roles, 0)
+    queue = {None: None}
+    assert {row["slot"]: row["policy_version"] for row in lag} == {0: 3, 1: 1, 2: 2} | queue
     checked = topics(finished_run, "show", run_file, "--check")
     assert checked.code == 0, checked.out
 

@@ -53,6 +53,7 @@ from relax_events.kafka.security.principals import PrincipalAdmin
 from relax_events.kafka.share_leases import ShareGroupLeases
 from relax_events.kafka.transactions import TransactionalWriter
 from relax_events.objects import ObjectStore
+from relax_events.ops.consumer_lag import read_partition_lag
 from relax_events.ops.schemas import find_missing_schemas, publish_schemas
 from relax_events.ops.security import (
     Renewal,
@@ -491,6 +492,8 @@ def test_reader_can_inspect_but_not_change_the_run(mine: SecuredRun) -> None:
     looking, topic = Admin(mine.as_("reader")), mine.plan.topic("rollout.samples")
     assert len(looking.topics(mine.plan.topic(""))) == len(mine.plan.specs())
     assert looking.committed_offsets(mine.plan.consumer_group("trainer"), [(topic, 0)]) == {}
+    lags = read_partition_lag(apply_principal(mine.config, "reader"), looking)
+    assert "rollout" in {row.role for row in lags}
     refused: list[Callable[[], object]] = [
         lambda: RecordProducer(mine.as_("reader")).write([ProducerRecord(topic, b"x")]),
         lambda: looking.delete([topic]),
