@@ -20,16 +20,21 @@ def load_role(name: str) -> Callable[..., None]:
     return start
 
 
-def run(config: RunFile, *overrides: Overrides, accept_changes: bool = False) -> None:
-    """Run everything on this machine, show progress, and end by itself: exit code 0 means that the
-    goal was reached.
+def run(
+    config: RunFile, *overrides: Overrides, hosts: str = "", accept_changes: bool = False
+) -> None:
+    """Run everything on this machine, or on several, show progress, and end by itself: exit code 0
+    means that the goal was reached.
 
     Example: relax run configs/quickstart.toml run.seed=1
 
     Args:
+        hosts: Addresses of all machines, this one first, such as a,b: sets hosts.addresses, and
+            starts each one's share of the workers by hosts.command, which is ssh.
         accept_changes: Resume also with changes of the run file that change what is trained from
             here on.
     """
+    import json
     import sys
 
     from relax_events.cli.output import agreed
@@ -43,6 +48,8 @@ def run(config: RunFile, *overrides: Overrides, accept_changes: bool = False) ->
     from relax_events.session.defaults import keep_commits, read_resolved
     from relax_events.session.resume import ChangesNotAccepted
 
+    if hosts:
+        overrides = (*overrides, f"hosts.addresses={json.dumps(hosts.split(','))}")
     settings = load_run_config(config, overrides, find_commit=find_commit)
     settings = keep_commits(settings, read_resolved(settings))
     keep_private(settings)

@@ -1,4 +1,4 @@
-"""The section `devices`: which roles compute on which GPUs of a machine."""
+"""The sections `devices` and `hosts`: which roles compute on which GPUs, of which machines."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Annotated
 from pydantic import Field
 
 from relax_events.config.base import Section
+from relax_events.config.external_values import Addresses, Program
 from relax_events.config.resume_rules import free
 
+HOST = "{host}"
 Indices = tuple[Annotated[int, Field(ge=0)], ...]
 
 
@@ -55,3 +57,30 @@ class DevicesConfig(Section):
     def find_key(self, role: str) -> str:
         """Return the key of a role."""
         return role.replace("-", "_")
+
+
+class HostsConfig(Section):
+    """Machines that one `relax run` starts the workers of a run on; with none, its own.
+
+    Each has this package, the model's folder and the working directory under the same paths, and
+    as many GPUs as the others. The devices of all hosts are numbered through, in the order of
+    `addresses`.
+    """
+
+    addresses: Addresses = ()
+    """By which the hosts reach each other, the machine of `relax run` first; `--hosts a,b` sets
+    them. The roles that hold no model run on the first."""
+    command: Program = (
+        "ssh",
+        *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"),
+        HOST,
+    )
+    """Runs a shell's command line, its last argument, on another host, with this one's stdin and
+    stdout; `{host}` stands for the host's address."""
+    rendezvous_port: Annotated[int, Field(ge=1, le=65_534)] = 29_500
+    """Port of the trainer's rank 0 for its other ranks; the critic's is the next one."""
+
+    @property
+    def num_hosts(self) -> int:
+        """How many machines the run is on."""
+        return max(len(self.addresses), 1)

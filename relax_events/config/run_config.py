@@ -15,7 +15,7 @@ from relax_events.config.algorithm_spec import with_group_size
 from relax_events.config.base import DERIVED, OrDerived, Positive, Seconds, Section
 from relax_events.config.broker import BrokerConfig, ObjectsConfig
 from relax_events.config.data import DataConfig, RowsConfig
-from relax_events.config.devices import DevicesConfig
+from relax_events.config.devices import DevicesConfig, HostsConfig
 from relax_events.config.engine import DATASET_ENGINE, EngineConfig, ModelConfig
 from relax_events.config.environment import EnvironmentConfig
 from relax_events.config.evaluation import EvaluationConfig, with_columns_of_data
@@ -328,6 +328,7 @@ class RunConfig(Section):
         TrainerConfig()
     )
     devices: Annotated[DevicesConfig, free(SPEED)] = DevicesConfig()
+    hosts: Annotated[HostsConfig, free(SPEED)] = HostsConfig()
     sft_warmup: Annotated[SftWarmupConfig, never("the model has been made")] = SftWarmupConfig()
     weights: Annotated[WeightsConfig, free("how versions travel")] = WeightsConfig()
     parent: Annotated[ParentSection, never("it is where the run began")] = ParentSection()

@@ -18,6 +18,7 @@ from relax_events.errors import ConfigError, RelaxError
 from relax_events.launcher import broker_checks, file_checks, machine_checks
 from relax_events.launcher.checked_run import CheckedRun
 from relax_events.launcher.first_row import check_first_rows
+from relax_events.launcher.other_hosts import check_hosts
 from relax_events.planning.derived import Derived
 from relax_events.telemetry.traces import require_tracing
 from relax_events.telemetry.trackers import require_trackers
@@ -70,6 +71,7 @@ CHECKS = (
     Check("reward", Level.FILE, file_checks.check_reward, is_required=False),
     Check("folder", Level.MACHINE, machine_checks.check_folder),
     Check("disk", Level.MACHINE, machine_checks.check_disk, is_required=False),
+    Check("hosts", Level.MACHINE, check_hosts),
     Check("metrics", Level.MACHINE, machine_checks.check_metrics_ports),
     Check("traces", Level.MACHINE, lambda run: require_tracing(run.config.telemetry.traces)),
     Check("trackers", Level.MACHINE, lambda run: require_trackers(run.config.telemetry)),

@@ -1,4 +1,4 @@
-"""Shows each worker the GPUs on which it is to compute."""
+"""Gives each host its workers, and shows each worker the GPUs on which it is to compute."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import orjson
 import structlog
 
 from relax_events.config import RunConfig
+from relax_events.config.devices import DevicesConfig
 from relax_events.config.engine import read_argument
 from relax_events.planning.inventory import COMPUTING_ROLES
-from relax_events.planning.placement import place_worker, place_workers
+from relax_events.planning.placement import (
+    Placement,
+    place_worker,
+    place_workers,
+    share_among_hosts,
+)
 from relax_events.session.gpus import VISIBLE, find_gpus
 from relax_events.session.planned import plan_engine_shares
 
@@ -32,20 +38,27 @@ class DeviceAssignment:
     """
 
     def __init__(
-        self, config: RunConfig, names: Sequence[str], shares: Mapping[str, float] | None = None
+        self,
+        config: RunConfig,
+        names: Sequence[str],
+        shares: Mapping[str, float] | None = None,
+        *,
+        host: int = 0,
     ) -> None:
         """Assign devices to the workers that the run starts with.
 
         Args:
             config: The run.
-            names: Of the GPUs, as in `CUDA_VISIBLE_DEVICES`.
+            names: Of the GPUs, as in `CUDA_VISIBLE_DEVICES`; every host has as many.
             shares: Of a GPU's memory, by worker with an engine that has no GPU to itself.
+            host: This machine, among those of `hosts.addresses`.
         Raises:
             ConfigError: The trainer has more ranks than there are GPUs, or `devices` names a
                 GPU that is not there.
         """
         self._names = tuple(names) if config.model.device in ON_GPUS else ()
         self._devices = config.devices
+        self._host, self._hosts = host, _share_workers(config, len(self._names))
         self._ranks = {"trainer": config.trainer.ranks, "critic": config.critic_ranks}
         self._sizes, self._shares = config.engine_devices(), dict(shares or {})
         self._engines = {"judge": ("judge.engine", config.judge.engine)} | dict.fromkeys(
@@ -53,24 +66,30 @@ class DeviceAssignment:
         )
         self._placed: dict[str, tuple[int, ...]] = {}
         if self._names:
-            self._placed = place_workers(
-                config.separate_processes(),
-                ranks=config.trainer.ranks,
-                num_devices=len(self._names),
-                devices=self._devices,
-                sizes=self._sizes,
-            )
+            self._placed = dict(self._hosts[host])
+            if len(self._hosts) > 1:
+                self._devices = DevicesConfig()  # an elastic worker takes one of this machine
             log.info(
                 "devices.placed",
                 **{worker: self._name(devices) for worker, devices in sorted(self._placed.items())},
             )
 
     @classmethod
-    def of_machine(cls, config: RunConfig) -> DeviceAssignment:
-        """Assign to the workers the GPUs that this process may use."""
+    def of_machine(cls, config: RunConfig, *, host: int = 0) -> DeviceAssignment:
+        """Assign to the workers the GPUs that this process may use; see `__init__`."""
         gpus = find_gpus()
         shares = plan_engine_shares(config) if gpus and config.model.device in ON_GPUS else {}
-        return cls(config, [gpu.name for gpu in gpus], shares)
+        return cls(config, [gpu.name for gpu in gpus], shares, host=host)
+
+    def list_indices(self, role: str, count: int) -> list[int]:
+        """Return which workers or ranks of a role are on this host, of so many on all."""
+        return [index for index in range(count) if self.find_host(f"{role}-{index}") == self._host]
+
+    def find_host(self, worker_id: str) -> int:
+        """Return the host of a worker that the run starts with; the first for one without a
+        model.
+        """
+        return next((at for at, placed in enumerate(self._hosts) if worker_id in placed), 0)
 
     def variables(self, role: str, index: int) -> dict[str, str]:
         """Return the environment variables of a worker; an elastic one is placed by the load of
@@ -79,11 +98,8 @@ class DeviceAssignment:
         if not self._names or role not in (*COMPUTING_ROLES, "trainer"):
             return {}
         # each rank has a device of its own, at LOCAL_RANK
-        seen = [
-            device
-            for rank in range(self._ranks.get(role, 1))
-            for device in self._assign(role, index + rank)
-        ]
+        indices = self.list_indices(role, self._ranks[role]) if role in self._ranks else [index]
+        seen = [device for one in indices for device in self._assign(role, one)]
         return {VISIBLE: self._name(seen)} | ORDER
 
     def overrides(self, role: str, index: int) -> list[str]:
@@ -125,3 +141,21 @@ class DeviceAssignment:
     def release(self, worker_id: str) -> None:
         """Forget an elastic worker that has left."""
         self._placed.pop(worker_id, None)
+
+
+def _share_workers(config: RunConfig, num_gpus: int) -> Sequence[Placement]:
+    """Return the workers with a model of each host. Without GPUs each host has a place for as many
+    ranks as another.
+    """
+    num_hosts = config.hosts.num_hosts
+    most = max(config.trainer.ranks, config.critic_ranks)
+    share = num_gpus or -(-most // num_hosts)
+    placed = place_workers(
+        config.separate_processes(),
+        ranks=config.trainer.ranks,
+        num_devices=share * num_hosts,
+        devices=config.devices if num_gpus else DevicesConfig(),
+        sizes=config.engine_devices() if num_gpus else {},
+        num_hosts=num_hosts,
+    )
+    return share_among_hosts(placed, num_devices=share * num_hosts, num_hosts=num_hosts)

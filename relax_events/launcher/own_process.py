@@ -1,4 +1,4 @@
-"""Starts a module of ours as a process that lives on by itself."""
+"""Starts processes: a module of ours that lives on by itself, and a command that we talk with."""
 
 from __future__ import annotations
 
@@ -39,3 +39,21 @@ def start_module(
             env=environment,
             pass_fds=descriptors,
         )
+
+
+def start_command(command: Sequence[str], *, pipe_bytes: int = -1) -> Process:
+    """Start a command whose stdin and stdout, with stderr, are pipes of this process, in a session
+    of its own.
+
+    Args:
+        command: Its words.
+        pipe_bytes: Room of the pipes; the kernel's by default.
+    """
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pipesize=pipe_bytes,
+    )

@@ -1,12 +1,14 @@
-"""One session of `relax run`: everything that a run needs on this machine, from the broker to the
-report.
+"""One session of `relax run`: everything that a run needs, from the broker to the report; and its
+part on another host.
 """
 
 from __future__ import annotations
 
 import shlex
+import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -18,7 +20,7 @@ import structlog
 
 from relax_events.config import RunConfig
 from relax_events.controller.scaling_bounds import require_rollout_capacity
-from relax_events.errors import BrokerError, RelaxError
+from relax_events.errors import BrokerError, ConfigError, RelaxError, RunFailed
 from relax_events.events.parts import Command, WorkerState, now_micros
 from relax_events.events.types import Event, RunCommanded
 from relax_events.history.runs.replay import resolve_parent
@@ -31,6 +33,7 @@ from relax_events.launcher.broker_keeper import BrokerKeeper
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer
 from relax_events.launcher.managed_process import Progress
+from relax_events.launcher.other_hosts import SILENCE_SECONDS, OtherHosts
 from relax_events.launcher.preparation import fetch_named
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
@@ -61,7 +64,7 @@ from relax_events.session.defaults import (
     resolve_defaults,
 )
 from relax_events.session.principals import apply_principal, remove_credentials
-from relax_events.session.records import RunSessions
+from relax_events.session.records import RunSessions, find_active
 from relax_events.session.resume import (
     find_changes,
     find_template_changes,
@@ -75,7 +78,7 @@ from relax_events.telemetry.logs import configure_logs
 from relax_events.topics import TopicPlan
 
 log = structlog.get_logger()
-TURN_SECONDS = 0.5
+TURN_SECONDS, AFTER_DRAIN_SECONDS = 0.5, 5.0
 LAG_EVERY_SECONDS = 2.0
 LAG_TIMEOUT_SECONDS = (
     2.0  # we also tend the broker: asking a dead broker must not keep us from starting it again
@@ -172,18 +175,25 @@ class RunSession:
             return report.finish(self._state.ended, time.monotonic() - started)
 
     def _run_workers(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
-        """Run the workers until the run ends, and stop them."""
+        """Run the workers of all hosts until the run ends, and stop them."""
+        hosts = OtherHosts(self._config, display.print_line)
         try:
             if self._state.ended is None and not self._drain.requested:
                 self._warn_of_other_sessions(display)
                 supervisor.start()
-                self._watch(supervisor, admin, display)
+                self._watch(supervisor, hosts, admin, display)
         finally:
-            supervisor.stop(
-                timeout_seconds=self._config.workers.drain_seconds + 5,
-                tick=lambda: self._tend_drain(supervisor, admin, display),
-            )
-            self._send_goodbyes(supervisor)
+            hosts.drain()
+            seconds = self._config.workers.drain_seconds + 2 * AFTER_DRAIN_SECONDS
+            deadline = time.monotonic() + seconds
+            self._stop(supervisor, tick=lambda: self._tend_drain(supervisor, admin, display))
+            hosts.wait(deadline - time.monotonic())
+
+    def _stop(self, supervisor: Supervisor, tick: Callable[[], None] = lambda: None) -> None:
+        supervisor.stop(
+            timeout_seconds=self._config.workers.drain_seconds + AFTER_DRAIN_SECONDS, tick=tick
+        )
+        self._send_goodbyes(supervisor)
 
     def _start_broker(self, stack: ExitStack, display: ProgressDisplay) -> None:
         """Start the embedded broker; create the run's users and ACLs on a secured one."""
@@ -302,19 +312,18 @@ class RunSession:
         ):
             self._workers_to_kill.append(event.worker_id)
 
-    def _watch(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
-        """Supervise broker and workers until the controller ends the run, or this process is
-        stopped.
+    def _watch(
+        self, supervisor: Supervisor, hosts: OtherHosts, admin: Admin, display: ProgressDisplay
+    ) -> None:
+        """Supervise broker, workers and other hosts until the controller ends the run, or this
+        process is stopped.
         """
         is_reported = not self._config.evaluation.datasets
         while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
             self._tend_broker(display)
-            self._follower.check()
-            while self._workers_to_kill:
-                supervisor.kill(self._workers_to_kill.pop())
-            self._restart_fenced(supervisor)
             self._reconcile(supervisor)
-            self._poll_workers(supervisor, display)
+            self._tend_workers(supervisor, display)
+            hosts.tend()
             if not is_reported and self._state.num_steps >= self._config.num_train_steps:
                 is_reported = True
                 display.print_line(
@@ -322,6 +331,14 @@ class RunSession:
                     f"{self._config.last_version}"
                 )
             self._show(admin, display, supervisor)
+
+    def _tend_workers(self, supervisor: Supervisor, display: ProgressDisplay) -> None:
+        """Kill, restart and poll this host's workers once."""
+        self._follower.check()
+        while self._workers_to_kill:
+            supervisor.kill(self._workers_to_kill.pop())
+        self._restart_fenced(supervisor)
+        self._poll_workers(supervisor, display)
 
     def _poll_workers(self, supervisor: Supervisor, display: ProgressDisplay) -> None:
         """Poll the workers. A worker that keeps failing ends the run, and the log records it,
@@ -404,6 +421,82 @@ class RunSession:
                 log.debug("consumer_lag.read_failed", error=str(error))
         with self._lock:
             display.update(self._state, lag=self._lag, alive=dict.fromkeys(supervisor.pids, True))
+
+
+class JoinedSession(RunSession):
+    """The part of another host in a session: its share of the workers, and nothing else."""
+
+    def __init__(self, config: RunConfig, *, host: int) -> None:
+        """Prepare it; nothing is started yet.
+
+        Args:
+            config: The resolved run, as the first host has it.
+            host: This machine, among those of `hosts.addresses`.
+        """
+        super().__init__(config)
+        self._host = host
+
+    def drain(self) -> None:
+        """Let the workers drain, and `run` return."""
+        self._drain.start()
+
+    def run(self) -> None:
+        """Supervise this host's workers until the run ends or is drained.
+
+        Raises:
+            ConfigError: Something that the run file names is not on this host.
+            RunFailed: A worker keeps failing, or an earlier supervisor of the run does not end.
+        """
+        address = self._config.hosts.addresses[self._host]
+        folder = self._config.run_directory / "hosts" / address
+        folder.mkdir(parents=True, exist_ok=True)
+        configure_logs(
+            self._config.telemetry,
+            path=folder / "run.log",
+            role="run",
+            run_id=self._config.run.id,
+        )
+        self._drain.listen_to_signals()
+        with ExitStack() as stack:
+            self._wait_for_earlier_supervisor(folder)
+            self._sessions = stack.enter_context(RunSessions(folder))
+            display = stack.enter_context(
+                ProgressDisplay(self._config, tty=False, stream=sys.stdout)
+            )
+            fetch_named(self._config, report=display.print_line)
+            if not self._config.model.path.exists():
+                raise ConfigError(
+                    f"host {address} has no folder {self._config.model.path} (model.path); copy it "
+                    "there"
+                )
+            self._config = apply_principal(self._config, OPERATOR)
+            resolved = self._write_resolved()
+            starter = ForkServer.from_config(self._config)
+            stack.callback(starter.close)
+            supervisor = Supervisor(self._config, resolved, starter, host=self._host)
+            self._follow(stack)
+            self._codec.frame()
+            self._events = stack.enter_context(
+                closing(SessionEvents.open(self._config, self._codec))
+            )
+            try:
+                if self._state.ended is None and not self._drain.requested:
+                    supervisor.start()
+                while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
+                    self._tend_workers(supervisor, display)
+            finally:
+                self._stop(supervisor)
+
+    def _wait_for_earlier_supervisor(self, folder: Path) -> None:
+        """Wait until a supervisor whose connection was lost has noticed it and drained."""
+        seconds = SILENCE_SECONDS + self._config.workers.drain_seconds + 2 * AFTER_DRAIN_SECONDS
+        deadline = time.monotonic() + seconds
+        while (earlier := find_active(folder)) and not self._drain.wait(TURN_SECONDS):
+            if time.monotonic() > deadline:
+                raise RunFailed(
+                    f"an earlier supervisor of this host (pid {earlier.pid}) has not ended within "
+                    f"{seconds:g} s; end it"
+                )
 
 
 def offer_pages(

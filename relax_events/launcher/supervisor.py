@@ -22,6 +22,7 @@ from relax_events.errors import (
     BrokerUnavailable,
     ConfigError,
     Fenced,
+    RankLost,
     RunFailed,
     SchemaError,
     StoreUnavailable,
@@ -58,7 +59,8 @@ ABANDON_ERRORS = {
     BrokerRefused.exit_code: BrokerRefused
 }  # retried at first: new ACLs may still propagate to the brokers
 UNAVAILABLE = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
-"""Errors of unavailable services: the worker is restarted for as long as the outage takes."""
+"""Errors of unavailable services: the worker is restarted for as long as the outage takes. With
+several hosts a rank that has lost the others of another host is one, too."""
 UNAVAILABLE_BACKOFF_SECONDS = BACKOFF_SECONDS[1]
 AFTER_DRAIN_SECONDS = 1.0  # the stop command may reach a worker before this process
 CODES_WITH_GOODBYE = frozenset({0, Fenced.exit_code})
@@ -81,7 +83,12 @@ class Supervisor:
     """
 
     def __init__(
-        self, config: RunConfig, config_path: Path, fork_server: ForkServer | None = None
+        self,
+        config: RunConfig,
+        config_path: Path,
+        fork_server: ForkServer | None = None,
+        *,
+        host: int = 0,
     ) -> None:
         """Start nothing yet.
 
@@ -89,15 +96,17 @@ class Supervisor:
             config: Of the run.
             config_path: The resolved run file, for the workers.
             fork_server: Spawns the workers; it is closed with them.
+            host: This machine, among those of `hosts.addresses`; its workers alone are started.
         """
         self._config, self._config_path = config, config_path
         self._logs = config.run_directory / "logs"
         self._environment = shared_environment()
-        self._devices = DeviceAssignment.of_machine(config)
+        self._devices = DeviceAssignment.of_machine(config, host=host)
         self._fork_server = fork_server or ForkServer.from_config(config)
         self._processes = {process.worker_id: process for process in self._build_initial()}
         self._num_ports = sum(config.processes().values())
         self._first_death, self._num_steps = "", 0
+        self._unavailable = UNAVAILABLE | ({RankLost.__name__} if config.hosts.addresses else set())
 
     def _build_initial(self) -> list[ManagedProcess]:
         pairs = dict(self._config.hosted_pairs())
@@ -105,7 +114,7 @@ class Supervisor:
             (role, index)
             for role, count in self._config.roles().items()
             if role not in pairs.values()
-            for index in range(count)
+            for index in self._list_starts(role, count)
         ]
         starts = accumulate(
             (self._num_ranks(role) + (role in pairs) for role, _ in workers), initial=0
@@ -115,9 +124,20 @@ class Supervisor:
             for port_index, (role, index) in zip(starts, workers, strict=False)
         ]
 
+    def _list_starts(self, role: str, count: int) -> list[int]:
+        """Return the indices of a role's workers on this host; the first rank's of a worker with
+        ranks.
+        """
+        if role in RANKED_ROLES:
+            return self._list_ranks(role)[:1]
+        return self._devices.list_indices(role, count)
+
+    def _list_ranks(self, role: str) -> list[int]:
+        return self._devices.list_indices(role, self._config.processes()[role])
+
     def _num_ranks(self, role: str) -> int:
-        """Return the processes of a worker of a role."""
-        return self._config.processes()[role] if role in RANKED_ROLES else 1
+        """Return the processes of a worker of a role on this host."""
+        return len(self._list_ranks(role)) if role in RANKED_ROLES else 1
 
     def _build_process(
         self,
@@ -148,13 +168,29 @@ class Supervisor:
             environment,
             list(dict.fromkeys(chain(*(worker_modules(self._config, one) for one in roles)))),
         )
-        ranks = build_rank_requests(order, num_ranks=self._num_ranks(role))
         named = {
-            f"{role}-{at}": replace(rank, arguments=[*rank.arguments, "--index", str(at)])
-            for at, rank in enumerate(ranks, start=index)
+            f"{role}-{at}": replace(one, arguments=[*one.arguments, "--index", str(at)])
+            for at, one in self._build_requests(role, index, order).items()
         }
         other = f"{hosted}-{index}" if hosted else ""
         return ManagedProcess(worker_id, role, named, self._logs, port, hosted=other)
+
+    def _build_requests(
+        self, role: str, index: int, order: SpawnRequest
+    ) -> dict[int, SpawnRequest]:
+        """Return the spawn request of a worker by its index, or of each of its ranks here."""
+        size = self._config.processes().get(role, 1) if role in RANKED_ROLES else 1
+        if size == 1:
+            return {index: order}
+        addresses = self._config.hosts.addresses
+        rendezvous = None
+        if addresses:
+            first = self._devices.find_host(f"{role}-0")
+            port = self._config.hosts.rendezvous_port + RANKED_ROLES.index(role)
+            rendezvous = addresses[first], port
+        return build_rank_requests(
+            order, num_ranks=size, ranks=self._list_ranks(role), rendezvous=rendezvous
+        )
 
     def reconcile(
         self, elastic: Iterable[ElasticWorker]
@@ -283,7 +319,7 @@ class Supervisor:
         console.
         """
         ending = process.exit()
-        is_unavailable = ending.error is not None and ending.error.error_class in UNAVAILABLE
+        is_unavailable = ending.error is not None and ending.error.error_class in self._unavailable
         is_commanded = managed.is_killed or (ending.code == RESTART_CODE and not is_unavailable)
         counts = (
             not is_commanded and not is_unavailable

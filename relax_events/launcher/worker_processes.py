@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -17,7 +17,7 @@ from typing import Self
 import structlog
 
 from relax_events.config import RunConfig
-from relax_events.errors import RankLost
+from relax_events.errors import EnvironmentProblem, RankLost
 from relax_events.launcher.fork_client import ForkedWorker, ForkServer
 from relax_events.launcher.fork_protocol import SpawnRequest
 from relax_events.launcher.memory_kills import MemoryKills
@@ -89,22 +89,49 @@ def _signal_name(number: int) -> str:
     return f"signal {number}"
 
 
-def build_rank_requests(request: SpawnRequest, *, num_ranks: int) -> list[SpawnRequest]:
-    """Return the spawn request of each rank, with all variables that torch.distributed reads but
-    the port, which is chosen at the start.
+def build_rank_requests(
+    request: SpawnRequest,
+    *,
+    num_ranks: int,
+    ranks: Sequence[int],
+    rendezvous: tuple[str, int] | None = None,
+) -> dict[int, SpawnRequest]:
+    """Return the spawn request of each rank, with all variables that torch.distributed reads.
+
+    Args:
+        request: Without them.
+        num_ranks: On all hosts.
+        ranks: Those on this host.
+        rendezvous: Address and port of rank 0; on one host None, and the port is chosen at the
+            start.
     """
-    if num_ranks == 1:
-        return [request]
+    address, port = rendezvous or (LOOPBACK, 0)
     shared = {
         "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": LOOPBACK,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    topic_partitions = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-    return [
-        replace(request, environment=request.environment | shared | topic_partition)
-        for topic_partition in topic_partitions
-    ]
+    return {
+        rank: replace(
+            request,
+            environment=request.environment
+            | shared
+            | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+        )
+        for local_rank, rank in enumerate(ranks)
+    }
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """Listen for the other ranks; on all interfaces where they are on other hosts."""
+    try:
+        return socket.create_server((LOOPBACK if address == LOOPBACK else "", port), backlog=128)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"rank 0 can't listen on port {port} for the ranks of other hosts "
+            f"({error.strerror}); set hosts.rendezvous_port"
+        ) from error
 
 
 class WorkerProcesses:
@@ -130,8 +157,10 @@ class WorkerProcesses:
             logs: The folder of their logs, one each.
         Raises:
             RunFailed: The fork server can't be started.
+            EnvironmentProblem: The port of rank 0 is taken.
         """
-        if len(requests) == 1:
+        first = next(iter(requests.values())).environment
+        if first.get("RANK") != "0":
             return cls(
                 {
                     name: fork_server.spawn(request, log_path=logs / f"{name}.log")
@@ -141,7 +170,7 @@ class WorkerProcesses:
             )
         started: dict[str, ForkedWorker] = {}
         with (
-            socket.create_server((LOOPBACK, 0), backlog=128) as listener,
+            _listen(first["MASTER_ADDR"], int(first["MASTER_PORT"])) as listener,
             contextlib.ExitStack() as undo,
         ):
             undo.callback(lambda: cls(started, logs).kill_group())
@@ -163,7 +192,7 @@ class WorkerProcesses:
 
     @property
     def pid(self) -> int:
-        """Process id of rank 0, which sends the worker's heartbeats."""
+        """Process id of the first rank, which sends the worker's heartbeats."""
         return next(iter(self._processes.values())).pid
 
     @property

@@ -311,6 +311,7 @@ def _count_workers_next_to_trainer(config: RunConfig, machine: Machine) -> dict[
         num_devices=len(machine.gpu_bytes),
         devices=config.devices,
         sizes=config.engine_devices(),
+        num_hosts=machine.num_hosts,
     )
     trained = {device for rank in range(ranks) for device in placed.get(f"trainer-{rank}", ())}
     return {

@@ -44,22 +44,22 @@ SPECS = {
         DeviceSpec("RTX4090-24GB", 24_564 * MIB, 165e12, 1.008e12),
     )
 }
-ASKED = re.compile(r"(?:(\d+)x)?([A-Za-z0-9]+-(\d+)GB)", re.IGNORECASE)
+ASKED = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?([A-Za-z0-9]+-(\d+)GB)", re.IGNORECASE)
 
 
-def parse_devices(text: str) -> tuple[int, DeviceSpec]:
-    """Return number and kind of `8xH100-80GB`. A device of another name has its memory, and no
-    known speed.
+def parse_devices(text: str) -> tuple[int, int, DeviceSpec]:
+    """Return the hosts, the devices of each, and their kind, of `8xH100-80GB` or `2x8xH100-80GB`. A
+    device of another name has its memory, and no known speed.
 
     Raises:
         ConfigError: The text is not of this form.
     """
     match = ASKED.fullmatch(text.strip())
-    if match is None or match[1] == "0":
+    if match is None or "0" in match.groups()[:2]:
         names = ", ".join(spec.name for spec in SPECS.values())
         raise ConfigError(
-            f"--devices {text!r} is not of the form 8xH100-80GB; known are {names}, and any other "
-            "NAME-<memory>GB"
+            f"--devices {text!r} is not of the form 8xH100-80GB, or 2x8xH100-80GB for two "
+            f"hosts; known are {names}, and any other NAME-<memory>GB"
         )
-    spec = SPECS.get(match[2].lower()) or DeviceSpec(match[2], int(match[3]) * 10**9)
-    return int(match[1] or 1), spec
+    spec = SPECS.get(match[3].lower()) or DeviceSpec(match[3], int(match[4]) * 10**9)
+    return int(match[1] or 1), int(match[2] or 1), spec

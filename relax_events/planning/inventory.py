@@ -129,7 +129,8 @@ class CheckpointFacts:
 class Machine:
     """Where workers run: its processors, its memory, the memory of its GPUs, and how many workers
     of each role are there. `log_room_bytes` is what is free where the embedded broker keeps the
-    log, 0 where another broker keeps it, or that is not known.
+    log, 0 where another broker keeps it, or that is not known. With `num_hosts`, what several
+    machines have together.
     """
 
     num_processors: int
@@ -137,6 +138,7 @@ class Machine:
     gpu_bytes: tuple[int, ...] = ()
     roles: Mapping[str, int] = field(default_factory=dict)
     log_room_bytes: int = 0
+    num_hosts: int = 1
 
     @property
     def num_computing(self) -> int:

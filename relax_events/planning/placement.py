@@ -1,11 +1,11 @@
-"""Which worker computes on which device of a machine. A pure function of the workers and the number
-of devices; the supervisor shows each process its own.
+"""Which worker computes on which device of which machine. A pure function of the workers and the
+number of devices; the supervisor shows each process its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from relax_events.config.devices import DevicesConfig
 from relax_events.errors import ConfigError
@@ -27,6 +27,7 @@ def place_workers(
     num_devices: int,
     devices: DevicesConfig,
     sizes: Mapping[str, int],
+    num_hosts: int = 1,
 ) -> dict[str, tuple[int, ...]]:
     """Return the devices of each worker that holds a model.
 
@@ -38,9 +39,10 @@ def place_workers(
     Args:
         roles: Number of workers by role; the critic counts as its ranks.
         ranks: Of the trainer.
-        num_devices: Of the machine.
+        num_devices: Of all machines.
         devices: The section `devices`.
         sizes: How many devices a worker computes on, by role; one where a role is left out.
+        num_hosts: Machines with equal shares of the devices; a worker's are all on one of them.
     Raises:
         ConfigError: There are fewer devices than ranks, or than a worker computes on, or a device
             is named that is not there.
@@ -78,8 +80,33 @@ def place_workers(
             num_devices=num_devices,
             devices=devices,
             size=sizes.get(role, 1),
+            num_hosts=num_hosts,
         )
     return placed
+
+
+def share_among_hosts(
+    placed: Placement, *, num_devices: int, num_hosts: int
+) -> Sequence[Placement]:
+    """Return the workers of each host, with their devices counted from the host's first.
+
+    Args:
+        placed: Devices of all workers that hold a model.
+        num_devices: Of all hosts.
+        num_hosts: With equal shares of the devices.
+    Raises:
+        ConfigError: A worker's devices are on several hosts.
+    """
+    share = num_devices // num_hosts
+    hosts: list[dict[str, tuple[int, ...]]] = [{} for _ in range(num_hosts)]
+    for worker_id, where in placed.items():
+        if len({device // share for device in where}) > 1:
+            raise ConfigError(
+                f"devices.{worker_id.rpartition('-')[0].replace('-', '_')} gives {worker_id} the "
+                f"devices {list(where)}, which are on several hosts of {share}; name others"
+            )
+        hosts[where[0] // share][worker_id] = tuple(device % share for device in where)
+    return hosts
 
 
 def place_worker(
@@ -90,6 +117,7 @@ def place_worker(
     num_devices: int,
     devices: DevicesConfig,
     size: int,
+    num_hosts: int = 1,
 ) -> tuple[int, ...]:
     """Return the devices of one more worker, in rising order where none are named.
 
@@ -97,9 +125,10 @@ def place_worker(
         role: Of the worker.
         index: Among the workers of its role; it deals them out over devices that were named.
         placed: The others.
-        num_devices: Of the machine.
+        num_devices: Of all machines.
         devices: The section `devices`.
         size: How many devices the worker computes on.
+        num_hosts: As for `place_workers`.
     Raises:
         ConfigError: There are fewer devices, or fewer are named.
     """
@@ -115,16 +144,33 @@ def place_worker(
     peers = _list_devices(placed, CRITIC) if role == "critic" else set()
     left = [device for device in range(num_devices) if device not in peers]
     free = [device for device in left if device not in trained]
-    if len(left) < size:
-        raise ConfigError(
-            f"a worker of role {role} computes on {size} GPUs, by the arguments of its engine, and "
-            f"there are {len(left)}; lower --tp-size, or take a machine with more"
-        )
     loads = Counter[int]()
     for worker, where in placed.items():
         loads.update(dict.fromkeys(where, _load(worker.rpartition("-")[0])))
-    chosen = free if len(free) >= size else left
-    return tuple(sorted(sorted(chosen, key=lambda device: (loads[device], device))[:size]))
+    share = num_devices // num_hosts
+    for candidates in (free, left):
+        by_load = sorted(candidates, key=lambda device: (loads[device], device))
+        whole = [
+            local[:size]
+            for host in range(num_hosts)
+            if len(local := [device for device in by_load if device // share == host]) >= size
+        ]
+        if whole:
+            least = min(whole, key=lambda local: _weigh(local, loads, share))
+            return tuple(sorted(least))
+    raise ConfigError(
+        f"a worker of role {role} computes on {size} GPUs, by the arguments of its engine, and "
+        f"there are {len(left) // num_hosts}; lower --tp-size, or take a machine with more"
+    )
+
+
+def _weigh(
+    local: Sequence[int], loads: Mapping[int, int], share: int
+) -> tuple[int, int, Sequence[int]]:
+    """Return by what devices of a host are chosen: their load, and that of the whole host."""
+    host = local[0] // share
+    on_host = sum(load for device, load in loads.items() if device // share == host)
+    return sum(loads[one] for one in local), on_host, local
 
 
 def _list_devices(placed: Placement, prefix: str) -> set[int]:

@@ -244,6 +244,7 @@ def _assign(config: RunConfig, *, num_devices: int, on_gpu: bool) -> Placement:
             num_devices=num_devices,
             devices=config.devices,
             sizes=config.engine_devices(),
+            num_hosts=config.hosts.num_hosts,
         )
     most = max(ranks, config.critic_ranks)
     names = place_workers(roles, ranks=ranks, num_devices=most, devices=DevicesConfig(), sizes={})

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from relax_events import __version__
 from relax_events.config import RunConfig
 from relax_events.config.algorithm_spec import FromLog
+from relax_events.config.devices import HostsConfig
 from relax_events.config.hub_names import PREFIX
 from relax_events.errors import (
     BrokerError,
@@ -34,7 +35,11 @@ from relax_events.kafka.records import Record
 from relax_events.topics import TopicPlan
 from relax_events.topics.names import COMMANDS, SCHEMAS, TRAIN_STEPS
 
-LOCATION_KEYS = {"broker": {"bootstrap_servers", "client", "embedded_password_file"}}
+LOCATION_KEYS = {
+    "broker": {"bootstrap_servers", "client", "embedded_password_file"},
+    "hosts": set(HostsConfig.model_fields),
+}
+"""Keys that say where a run is, and nothing of what it trains."""
 SHAPE_KEYS = (
     "partitions_per_version",
     "queue_partitions",
@@ -68,6 +73,7 @@ def build_run_description(
     """
     tree = config.model_dump(mode="json")
     tree["broker"] = {key: tree["broker"][key] for key in SHAPE_KEYS}
+    del tree["hosts"]
     path_keys = (
         ("run", "directory"),
         ("model", "path"),

@@ -29,16 +29,26 @@ from relax_events.session.gpus import find_gpus
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def inspect_machine(roles: Mapping[str, int], *, log_folder: Path | None = None) -> Machine:
+def inspect_machine(
+    roles: Mapping[str, int], *, log_folder: Path | None = None, num_hosts: int = 1
+) -> Machine:
     """Return the resources of the machine that this process may use.
 
     Args:
         roles: Number of workers of each role on it; trainer and critic count as their ranks.
         log_folder: Where its broker will keep the log, if it has one.
+        num_hosts: How many machines like it the workers are on.
     """
     memories = tuple(gpu.num_bytes for gpu in find_gpus())
     free = 0 if log_folder is None else shutil.disk_usage(find_parent(log_folder)).free
-    return Machine(num_processors(), _memory(), memories, dict(roles), free)
+    return Machine(
+        num_processors() * num_hosts,
+        _memory() * num_hosts,
+        memories * num_hosts,
+        dict(roles),
+        free,
+        num_hosts,
+    )
 
 
 def find_parent(folder: Path) -> Path:
@@ -96,7 +106,11 @@ def resolve_defaults(
         derive(
             config,
             read_checkpoint_facts(config),
-            inspect_machine(roles, log_folder=config.run.directory if has_broker else None),
+            inspect_machine(
+                roles,
+                log_folder=config.run.directory if has_broker else None,
+                num_hosts=1 if role else config.hosts.num_hosts,
+            ),
         )
         if missing_keys(config)
         else []

@@ -32,18 +32,25 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
 
     Args:
         config: The run file as read, or with its defaults.
-        devices: Such as `8xH100-80GB`; empty for the GPUs or the memory of this machine.
+        devices: Such as `8xH100-80GB`, or `2x8xH100-80GB` for two hosts; empty for the GPUs or the
+            memory of this machine, and of as many others like it as `hosts.addresses` has.
         sample_tokens: Mean tokens of a sample, prompt included; 0 takes half of
             `engine.max_context_tokens`.
     Raises:
         ConfigError: The devices are not understood or too few, or the model is not there.
     """
     roles = config.separate_processes()
-    machine = inspect_machine(roles)
+    machine = inspect_machine(roles, num_hosts=config.hosts.num_hosts)
     if devices:
-        count, device = parse_devices(devices)
+        num_hosts, share, device = parse_devices(devices)
+        count = num_hosts * share
+        config = _with_hosts(config, num_hosts)
         machine = Machine(
-            num_processors(), machine.memory_bytes, (device.num_bytes,) * count, roles
+            num_processors() * num_hosts,
+            machine.memory_bytes,
+            (device.num_bytes,) * count,
+            roles,
+            num_hosts=num_hosts,
         )
     elif machine.gpu_bytes and config.model.device != "cpu":
         count, device = len(machine.gpu_bytes), DeviceSpec("GPU", min(machine.gpu_bytes))
@@ -59,6 +66,14 @@ def plan_devices(config: RunConfig, *, devices: str = "", sample_tokens: int = 0
     tokens = sample_tokens or int((config.engine.max_context_tokens or 0) * MEAN_OF_LONGEST)
     plan = plan_run(config, facts, device=device, num_devices=count, sample_tokens=tokens)
     return PlannedRun(plan, config, facts["model"], device, count, tokens)
+
+
+def _with_hosts(config: RunConfig, num_hosts: int) -> RunConfig:
+    """Return a configuration with names for so many hosts, unless it names as many."""
+    if num_hosts == config.hosts.num_hosts:
+        return config
+    names = tuple(f"host-{index}" for index in range(num_hosts)) if num_hosts > 1 else ()
+    return config.model_copy(update={"hosts": config.hosts.model_copy(update={"addresses": names})})
 
 
 def plan_engine_shares(config: RunConfig) -> dict[str, float]:

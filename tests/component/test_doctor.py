@@ -62,7 +62,7 @@ def test_doctor_reports_every_check_even_when_some_fail(make_data: MakeRunConfig
     findings, _ = check_run(make_data(engine={"name": "vroom"}))
     file_checks = ["roles", "model", "teacher", "judge", "tensors", "data", "first row", "room"]
     file_checks += ["reward"]
-    machine = ["folder", "disk", "metrics", "traces", "trackers", "scaling API", "harness"]
+    machine = ["folder", "disk", "hosts", "metrics", "traces", "trackers", "scaling API", "harness"]
     machine += ["walls", "devices"]
     broker = ["broker", "schema registry", "object store", "weights", "followers"]
     assert [finding.what for finding in findings] == [*file_checks, *machine, *broker]

@@ -106,6 +106,33 @@ def test_each_rank_of_a_trainer_gets_its_rank_as_argument(
     assert "RANK" not in alone.environment
 
 
+def test_each_host_starts_its_share_and_ranks_meet_at_rank_0s_host(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
+    config = make_run_config(
+        trainer={"ranks": 4},
+        workers={"rollout": 2},
+        broker={"partitions_per_version": 4, "bootstrap_servers": "10.0.0.9:9092"},
+        hosts={"addresses": ["10.0.0.1", "10.0.0.2"], "rendezvous_port": 31000},
+    )
+    first, second = (
+        Supervisor(config, tmp_path / "run.json", host=host)._processes for host in range(2)
+    )
+    assert [*first["trainer-0"].requests] == ["trainer-0", "trainer-1"]
+    assert [*second["trainer-2"].requests] == ["trainer-2", "trainer-3"]
+    for at, order in enumerate(second["trainer-2"].requests.values()):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        values = [str(2 + at), str(at), "4", "10.0.0.1", "31000"]
+        assert [order.environment[name] for name in names] == values
+        assert order.arguments[-2:] == ["--index", str(2 + at)]
+    assert "prompter-0" in first
+    assert not {"prompter-0", "reward-0", "controller-0"} & set(second)
+    engines = [sum("rollout" in name for name in host) for host in (first, second)]
+    assert engines == [1, 1]
+    alone = Supervisor(make_run_config(workers={"rollout": 2}), tmp_path / "run.json")._processes
+    assert set(first) | set(second) == set(alone) | {"trainer-2"}
+
+
 @pytest.mark.parametrize(
     ("code", "error"), [(2, ConfigError), (5, SchemaError), (1, RunFailed), (4, BrokerRefused)]
 )

@@ -45,6 +45,12 @@ class Network:
         """Restore a host's link."""
         self._in(SWITCH, "ip", "link", "set", self._port(name), "up")
 
+    def list_pids(self, name: str) -> list[int]:
+        """Return the processes of a host."""
+        words = ["ip", "netns", "pids", self.namespace(name)]
+        output = subprocess.run(words, check=True, capture_output=True, timeout=SETUP_SECONDS)
+        return [int(pid) for pid in output.stdout.split()]
+
     def spawn(
         self,
         name: str,
@@ -56,7 +62,7 @@ class Network:
     ) -> subprocess.Popen[bytes]:
         """Start a process on a host, in a session of its own."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self._namespace(name), *command],
+            ["ip", "netns", "exec", self.namespace(name), *command],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -69,7 +75,7 @@ class Network:
         if shutil.which("ip") is None or os.geteuid() != 0:
             raise NotPermitted("network namespaces need root and the program ip (iproute2)")
         try:
-            _run("ip", "netns", "add", self._namespace(SWITCH))
+            _run("ip", "netns", "add", self.namespace(SWITCH))
         except subprocess.CalledProcessError as error:
             raise NotPermitted(f"ip netns add failed: {error.stderr.decode().strip()}") from None
         try:
@@ -85,14 +91,14 @@ class Network:
     def __exit__(self, *_: object) -> None:
         for name in (*self._names, SWITCH):
             subprocess.run(
-                ["ip", "netns", "del", self._namespace(name)],
+                ["ip", "netns", "del", self.namespace(name)],
                 check=False,
                 capture_output=True,
                 timeout=SETUP_SECONDS,
             )
 
     def _add_host(self, name: str) -> None:
-        namespace, port = self._namespace(name), self._port(name)
+        namespace, port = self.namespace(name), self._port(name)
         _run("ip", "netns", "add", namespace)
         self._in(
             SWITCH, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0",
@@ -107,9 +113,10 @@ class Network:
             self._in(name, "ip", *words)
 
     def _in(self, name: str, *words: str) -> None:
-        _run("ip", "netns", "exec", self._namespace(name), *words)
+        _run("ip", "netns", "exec", self.namespace(name), *words)
 
-    def _namespace(self, name: str) -> str:
+    def namespace(self, name: str) -> str:
+        """Return the name of a host's namespace."""
         return f"{self._tag}-{name}"
 
     def _port(self, name: str) -> str:

@@ -1,5 +1,7 @@
 """A run over five hosts: one with the broker, the object store and the light roles, two with a rank
 of the trainer each, two with an engine each. The hosts share no folder.
+
+`OneCommandRun` is over two of them, started by `relax run --hosts`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from host_network import Network
@@ -43,6 +45,9 @@ def spread(completion, *, answer, metadata, prompt):
 """
 
 
+AnyRun = TypeVar("AnyRun", bound="HostsRun")
+
+
 @dataclass
 class Unit:
     """A process of a host that is started again when it fails, as an init system would."""
@@ -58,6 +63,9 @@ class Unit:
 
 class HostsRun:
     """The processes of a run over hosts; see the module's docstring."""
+
+    ENDS = "broker/controller"
+    """The process that ends with the run."""
 
     def __init__(self, network: Network, folder: Path, *, run_id: str, num_steps: int) -> None:
         self._network, self._folder, self.run_id = network, folder, run_id
@@ -158,16 +166,21 @@ class HostsRun:
     @property
     def policy_version(self) -> int:
         """The newest version that rank 0 has committed, by its log."""
-        lines = self.log("trainer-0", "trainer").splitlines()
+        lines = self.trainer_log.splitlines()
         steps = [
             orjson.loads(line)["train_step"] for line in lines if '"train_step.committed"' in line
         ]
         return max(steps, default=-1) + 1
 
     @property
+    def trainer_log(self) -> str:
+        """The log of rank 0."""
+        return self.log("trainer-0", "trainer")
+
+    @property
     def has_ended(self) -> bool:
         """Whether the controller has ended the run."""
-        unit = self._units["broker/controller"]
+        unit = self._units[self.ENDS]
         return bool(unit.codes) and unit.codes[-1] == 0
 
     def num_starts(self, host: str, name: str) -> int:
@@ -270,6 +283,49 @@ class HostsRun:
                 self._spawn(unit)
 
 
+class OneCommandRun(HostsRun):
+    """The same run by one command, on the hosts `broker` and `engine-0`, which share a folder as
+    the hosts of a cluster do. A program that enters the other's namespace stands for ssh.
+    """
+
+    ENDS = "broker/run"
+
+    def start(self) -> None:
+        """Start the command on the first host."""
+        first, other = "broker", "engine-0"
+        addresses = [self._network.address(name) for name in (first, other)]
+        enter = self._folder / "enter-host"
+        enter.write_text(
+            f'#!/bin/sh\n[ "$1" = {addresses[1]} ] || exit 255\n'
+            f'exec ip netns exec {self._network.namespace(other)} sh -c "$2"\n'
+        )
+        enter.chmod(0o755)
+        command = orjson.dumps([str(enter), "{host}"]).decode()
+        self._add(first, "run", [
+            sys.executable, "-m", "relax_events.cli", "run", "run.json",
+            "--hosts", ",".join(addresses), f"hosts.command={command}",
+            "telemetry.log_format=json", "telemetry.dashboard=false",
+        ])  # fmt: skip
+
+    def interrupt(self) -> int:
+        """Interrupt the command, and return its exit code."""
+        process = self._units[self.ENDS].process
+        assert process is not None
+        process.send_signal(signal.SIGTERM)
+        return process.wait(timeout=COMMAND_SECONDS)
+
+    @property
+    def trainer_log(self) -> str:
+        """The log of rank 0."""
+        logs = self._folder / "broker" / ".relax" / "runs" / self.run_id / "logs"
+        path = logs / "trainer-0.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def describe(self) -> str:
+        """Return the state of all processes, with the end of the command's output."""
+        return f"{super().describe()}\n{self.log('broker', 'run')[-6000:]}"
+
+
 def _end(unit: Unit, number: signal.Signals) -> None:
     if unit.process is not None and unit.process.poll() is None:
         with suppress(ProcessLookupError):
@@ -277,7 +333,9 @@ def _end(unit: Unit, number: signal.Signals) -> None:
 
 
 @contextmanager
-def hosts_run(folder: Path, *, run_id: str, num_steps: int) -> Iterator[tuple[Network, HostsRun]]:
+def hosts_run(
+    folder: Path, *, run_id: str, num_steps: int, kind: type[AnyRun]
+) -> Iterator[tuple[Network, AnyRun]]:
     """Yield a prepared run over fresh hosts, and end both.
 
     Raises:
@@ -285,7 +343,7 @@ def hosts_run(folder: Path, *, run_id: str, num_steps: int) -> Iterator[tuple[Ne
     """
     with ExitStack() as stack:
         network = stack.enter_context(Network(HOSTS))
-        run = HostsRun(network, folder, run_id=run_id, num_steps=num_steps)
+        run = kind(network, folder, run_id=run_id, num_steps=num_steps)
         stack.callback(run.close)
         run.prepare()
         yield network, run

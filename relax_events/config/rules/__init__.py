@@ -20,7 +20,12 @@ from relax_events.config.rules.training import (
     check_parent,
     check_token_staleness,
 )
-from relax_events.config.rules.workers import check_hybrid, check_partitions, check_time_share
+from relax_events.config.rules.workers import (
+    check_hosts,
+    check_hybrid,
+    check_partitions,
+    check_time_share,
+)
 
 if TYPE_CHECKING:
     from relax_events.config.run_config import RunConfig
@@ -34,6 +39,7 @@ RULES = (
     check_hybrid,
     check_backend,
     check_time_share,
+    check_hosts,
     check_critic_ranks,
     check_parent,
     check_servers,

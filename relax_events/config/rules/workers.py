@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from relax_events.config.addresses import EMBEDDED, is_loopback
+from relax_events.config.devices import HOST
+
 if TYPE_CHECKING:
     from relax_events.config.run_config import RunConfig
+
+
+ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
+"""A host's name or number: no option of a program, and no path."""
 
 
 def check_partitions(config: RunConfig) -> Iterator[str]:
@@ -43,6 +51,28 @@ def check_hybrid(config: RunConfig) -> Iterator[str]:
             "workers.hybrid = true has two roles in one process, and broker.credentials gives each "
             "role a user of its own; set workers.hybrid = false"
         )
+
+
+def check_hosts(config: RunConfig) -> Iterator[str]:
+    """Give why the hosts of a run can't reach each other or its broker."""
+    addresses, command = config.hosts.addresses, config.hosts.command
+    if not addresses:
+        return
+    key = f"hosts.addresses = {list(addresses)}"
+    if wrong := [one for one in addresses if not ADDRESS.fullmatch(one) or is_loopback(one)]:
+        yield (
+            f"{key} names {wrong[0]!r}, by which no other host reaches it; give names or addresses "
+            "in your network"
+        )
+    if len(set(addresses)) < len(addresses):
+        yield f"{key} names a host twice; name each once"
+    if config.broker.bootstrap_servers == EMBEDDED:
+        yield (
+            f"{key}, and the embedded broker listens on the loopback address alone; set "
+            "broker.bootstrap_servers to brokers that all hosts reach"
+        )
+    if not any(HOST in word for word in command):
+        yield f'hosts.command names no host; write "{HOST}" where its address belongs'
 
 
 def check_time_share(config: RunConfig) -> Iterator[str]:

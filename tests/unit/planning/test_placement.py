@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from relax_events.config.devices import DevicesConfig
 from relax_events.errors import ConfigError
 from relax_events.planning.inventory import COMPUTING_ROLES
-from relax_events.planning.placement import place_worker, place_workers
+from relax_events.planning.placement import (
+    place_worker,
+    place_workers,
+    share_among_hosts,
+)
 
 pytestmark = pytest.mark.unit
 ASYNC = {"trainer": 1, "rollout": 1, "reference": 1, "actor-forward": 1, "prompter": 1, "reward": 1}
@@ -182,3 +186,37 @@ def test_every_worker_is_placed_and_ranks_are_alone_where_there_is_room(
         assert not trained & set(others)
     if len(others) <= free:
         assert len(set(others)) == len(others)
+
+
+def test_engine_over_several_devices_is_on_one_host() -> None:
+    """Of 2 x 4 devices 3 are the trainer's; a pair across the border is never taken."""
+    roles = {"trainer": 1, "rollout": 2}
+    placed = place_workers(
+        roles, ranks=3, num_devices=8, devices=BY_ITSELF, sizes={"rollout": 2}, num_hosts=2
+    )
+    assert (placed["rollout-0"], placed["rollout-1"]) == ((4, 5), (6, 7))
+    first, second = share_among_hosts(placed, num_devices=8, num_hosts=2)
+    assert first == {f"trainer-{rank}": (rank,) for rank in range(3)}
+    assert second == {"rollout-0": (0, 1), "rollout-1": (2, 3)}
+
+
+def test_engine_that_fits_on_no_host_is_refused() -> None:
+    roles, sizes = {"trainer": 1, "rollout": 1}, {"rollout": 3}
+    with pytest.raises(ConfigError, match=r"computes on 3 GPUs.*there are 2"):
+        place_workers(roles, ranks=1, num_devices=4, devices=BY_ITSELF, sizes=sizes, num_hosts=2)
+
+
+def test_named_devices_of_a_worker_on_two_hosts_are_refused() -> None:
+    placed = {"rollout-0": (1, 2)}
+    with pytest.raises(ConfigError, match=r"devices.rollout gives rollout-0 the devices \[1, 2\]"):
+        share_among_hosts(placed, num_devices=4, num_hosts=2)
+
+
+def test_ranks_beyond_one_host_continue_on_the_next() -> None:
+    placed = place_workers(
+        ASYNC | {"rollout": 2}, ranks=3, num_devices=4, devices=BY_ITSELF, sizes={}, num_hosts=2
+    )
+    first, second = share_among_hosts(placed, num_devices=4, num_hosts=2)
+    assert first == {"trainer-0": (0,), "trainer-1": (1,)}
+    assert second["trainer-2"] == (0,)
+    assert {second[name] for name in second if name != "trainer-2"} == {(1,)}

@@ -25,7 +25,7 @@ MIDDLE = CheckpointFacts("bfloat16", 4_022_468_096, 151_936, 2560, 36, 32, 8, 12
 LARGE = CheckpointFacts(
     "bfloat16", 30_532_122_624, 151_936, 2048, 48, 32, 4, 128, 8 * 768, 40_960, False
 )
-H100 = parse_devices("H100-80GB")[1]
+H100 = parse_devices("H100-80GB")[2]
 
 
 def plan(
@@ -306,20 +306,23 @@ def test_what_can_not_be_planned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "gigabytes", "speed"),
+    ("text", "counts", "gigabytes", "speed"),
     [
-        ("8xH100-80GB", 8, 85.5, 989e12),
-        ("h20-96gb", 1, 102.6, 148e12),
-        ("3xMyCard-24GB", 3, 24.0, 0),
+        ("8xH100-80GB", (1, 8), 85.5, 989e12),
+        ("2x8xH100-80GB", (2, 8), 85.5, 989e12),
+        ("h20-96gb", (1, 1), 102.6, 148e12),
+        ("3xMyCard-24GB", (1, 3), 24.0, 0),
     ],
 )
-def test_devices_are_parsed(text: str, count: int, gigabytes: float, speed: float) -> None:
-    found, spec = parse_devices(text)
-    assert (found, spec.flops) == (count, speed)
+def test_devices_are_parsed(
+    text: str, counts: tuple[int, int], gigabytes: float, speed: float
+) -> None:
+    *found, spec = parse_devices(text)
+    assert (tuple(found), spec.flops) == (counts, speed)
     assert spec.num_bytes / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
-@pytest.mark.parametrize("text", ["", "8", "H100", "0xH100-80GB", "8 H100-80GB"])
+@pytest.mark.parametrize("text", ["", "8", "H100", "0xH100-80GB", "2x0xH100-80GB", "8 H100-80GB"])
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not of the form 8xH100-80GB"):
         parse_devices(text)
