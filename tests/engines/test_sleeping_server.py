@@ -50,8 +50,8 @@ def check_samples(engine: SGLangEngine, version: int, path: Path) -> None:
 def test_server_releases_its_memory_and_serves_on(engine: SGLangEngine, tmp_path: Path) -> None:
     weights, first = other_weights(1)
     engine.load_weights(weights)
-    engine.submit(running := make_request(9, max_new_tokens=200))
-    assert engine.poll(timeout_seconds=0.3) == [], "it is being generated"
+    engine.submit(running := make_request(9, max_new_tokens=400))
+    assert engine.poll(timeout_seconds=0.1) == [], "it is being generated"
     with structlog.testing.capture_logs() as logs:
         engine.sleep()
         engine.sleep()

@@ -115,7 +115,7 @@ def test_environments_that_hang_cost_their_own_samples(
         environment={
             "interface": "interaction",
             "function": f"{file}:{name}",
-            "timeout_seconds": 3.0,
+            "timeout_seconds": 10.0,
             "processes": 2,
         },
     )
@@ -153,7 +153,7 @@ def test_prompts_whose_environments_hang_or_die_cost_the_others_no_attempt(
                 "sampling": {"max_new_tokens": 1024},
             },
             trainer={"max_start_mismatch": 100.0},
-            environment={"timeout_seconds": 5.0, "episode_seconds": 5.0}
+            environment={"timeout_seconds": 10.0, "episode_seconds": 10.0}
             | environment_of(kind, tmp_path, address),
         )
         process = run.start()
