@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tomllib
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from jsonschema import Draft7Validator
 
+from relax_events.config import RunConfig
 from relax_events.errors import ConfigError
 from relax_events.launcher.run_file.columns import Columns, guess_columns, propose_reward
 from relax_events.launcher.run_file.proposal import Wishes, divide_context, propose_run_file
@@ -140,6 +142,11 @@ def test_run_file_is_proposed_with_a_reason_for_each_value(tmp_path: Path) -> No
     assert keyword == "#:schema"
     Draft7Validator(json.loads(Path(urlsplit(schema).path).read_text())).validate(settings)
     assert "an engine holds 0.0 MB of weights, a trainer 0.0 MB of weights, gradients" in run_file
+    proposals = re.sub(r"(?m)^# (?=\[|\w+ = )", "", run_file)
+    config = RunConfig.model_validate(tomllib.loads(proposals))
+    assert (config.evaluation.every, config.evaluation.datasets[0].name) == (20, "held-out")
+    assert config.model.lora is not None
+    assert config.model.lora.rank == 16
 
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
