@@ -274,11 +274,12 @@ class _Models:
         """What rank 0 of the trainer holds of a version on its host, while it is published in the
         background and for the next one.
         """
-        config, model = self.config, self.facts["model"]
-        lora = config.model.lora
-        if not config.publishes_in_background:
-            return 0
-        return get_value_bytes(config.model.dtype) * (
+        return self._compute_copy_bytes() if self.config.publishes_in_background else 0
+
+    def _compute_copy_bytes(self) -> int:
+        """Return the size of a version: of the adapters alone where the run trains adapters."""
+        model, lora = self.facts["model"], self.config.model.lora
+        return get_value_bytes(self.config.model.dtype) * (
             model.num_parameters if lora is None else model.num_adapter_parameters(lora.rank)
         )
 
@@ -306,6 +307,8 @@ class _Models:
                 weights["weights out of turn"] = weights["weights"]  # on the host, as this is
         process = {"process": RESERVED_GPU_BYTES if self.on_gpu else RESERVED_CPU_BYTES}
         if role in CACHING_ROLES:
+            if role != "judge" and not self.on_gpu:  # the next version is read while this one runs
+                process["copy of a version"] = self._compute_copy_bytes()
             return PlannedWorker(
                 worker_id,
                 MemoryParts(weights | {"cache": self.compute_cache_bytes(role)} | process),

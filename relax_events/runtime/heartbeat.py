@@ -9,6 +9,7 @@ so a step of the wall clock shifts all of them equally.
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -309,6 +310,7 @@ class Heartbeat:
         values = {
             "records_per_second": (self.num_processed - self._num_reported) / elapsed,
             "busy_ratio": min(1.0, self._busy_seconds / elapsed),
+            "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0,
             **self._more(elapsed),
         }
         self._num_reported, self._busy_seconds, self._reported_at = self.num_processed, 0.0, now

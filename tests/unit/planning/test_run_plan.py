@@ -274,27 +274,28 @@ def test_processor_holds_all_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "num_bytes"),
+    ("sections", "num_bytes", "is_background"),
     [
-        ({}, 2 * MIDDLE.num_parameters),
-        ({"model": {"lora": {"rank": 16}}}, 2 * MIDDLE.num_adapter_parameters(16)),
-        ({"run": {"max_staleness": 0}}, 0),
-        ({"weights": {"async_publish": False}}, 0),
+        ({}, 2 * MIDDLE.num_parameters, True),
+        ({"model": {"lora": {"rank": 16}}}, 2 * MIDDLE.num_adapter_parameters(16), True),
+        ({"run": {"max_staleness": 0}}, 2 * MIDDLE.num_parameters, False),
+        ({"weights": {"async_publish": False}}, 2 * MIDDLE.num_parameters, False),
     ],
     ids=["whole", "adapters", "on-policy", "waiting"],
 )
-def test_first_rank_of_the_trainer_holds_a_copy_of_a_version(
-    sections: dict[str, Any], num_bytes: int
+def test_first_rank_of_the_trainer_and_engines_hold_a_copy_of_a_version(
+    sections: dict[str, Any], num_bytes: int, is_background: bool
 ) -> None:
+    published = num_bytes if is_background else 0
     on_cpu = plan(device=DeviceSpec("CPU", 500 * 10**9), num_devices=1, sections=sections)
     copies = {
         worker.worker_id: worker.memory.parts.get("copy of a version", 0)
         for worker in on_cpu.devices[0].workers
     }
-    assert copies == {"trainer-0": num_bytes, "rollout-0": 0, "actor-forward-0": 0}
+    assert copies == {"trainer-0": published, "rollout-0": num_bytes, "actor-forward-0": 0}
     assert on_cpu.version_bytes == 0, "it is counted"
     on_gpus = plan(sections=sections)
-    assert on_gpus.version_bytes == num_bytes
+    assert on_gpus.version_bytes == published
     assert "copy of a version" not in str(on_gpus.devices)
 
 
