@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from relax_events.config import load_run_config
 from relax_events.config.devices import DevicesConfig
 from relax_events.launcher.device_assignment import DeviceAssignment
+from relax_events.planning.device_specs import parse_devices
 from relax_events.planning.inventory import COMPUTING_ROLES
 from relax_events.session.gpus import VISIBLE
 from relax_events.session.planned import plan_devices
@@ -96,3 +100,29 @@ def test_workers_of_a_recipe_are_shown_gpus_of_their_own(
     }
     assert len(held) == config.workers.rollout * size * num_servers
     assert set(held.values()) == {-(-2 * planned.facts.num_parameters // size)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_for_several_hosts_names_the_command_that_starts_them(
+    name: str, tmp_path: Path
+) -> None:
+    """Its words are a run file's overrides, and every host has a share of the workers."""
+    num_hosts, share, _ = parse_devices(planned_devices(name))
+    if num_hosts == 1:
+        assert share <= 8, "one machine has no more devices"
+        return
+    path = CONFIGS / f"{name}.toml"
+    (line,) = re.findall(r"^#   relax run (.+)$", path.read_text(), re.MULTILINE)
+    _, option, hosts, *overrides = line.split()
+    assert option == "--hosts"
+    addresses = f"hosts.addresses={json.dumps(hosts.split(','))}"
+    models = write_models(read_recipe(name), tmp_path)
+    config = load_run_config(path, [*models, *overrides, addresses], environment={})
+    assert config.hosts.num_hosts == num_hosts
+    gpus = [str(index) for index in range(share)]
+    placed = [DeviceAssignment(config, gpus, host=host) for host in range(num_hosts)]
+    ranks = [one.list_indices("trainer", config.trainer.ranks) for one in placed]
+    engines = [one.list_indices("rollout", config.workers.rollout) for one in placed]
+    assert [*chain(*ranks)] == list(range(config.trainer.ranks))
+    assert sorted(chain(*engines)) == list(range(config.workers.rollout))
+    assert all(rank or engine for rank, engine in zip(ranks, engines, strict=True))
