@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from relax_events.launcher.checks import Finding
     from relax_events.launcher.workbench import TriedGroup, TriedSample
     from relax_events.launcher.workbench_summary import Summary, TokenPrices
+    from relax_events.roles.chat_engine import ChatServer
 
 INTERRUPTED = 130
 SAMPLES_PER_PROMPT = 4
@@ -43,6 +44,8 @@ def try_task(
     prompts: Annotated[int, Parameter(name=["--prompts", "-n"])] = 4,
     samples: int | None = None,
     model: Annotated[list[str] | None, Parameter(negative="")] = None,
+    url: str = "",
+    key_variable: str = "",
     price: str = "",
     seconds: float = 600.0,
     full: bool = False,
@@ -60,7 +63,9 @@ def try_task(
         prompts: So many prompts.
         samples: Samples for each prompt; by default those of the run, at most 4.
         model: A model's folder instead of the run's; several are compared in a table, and `run` is
-            the run's own.
+            the run's own. With --url a name that is no folder is a model of the server.
+        url: A server of OpenAI's chat completions that plays the policy.
+        key_variable: Name of the environment variable with the server's key.
         price: Of a million tokens in dollars, PROMPT/COMPLETION, such as 0.15/0.6; shows the cost.
         seconds: For each model; what has not ended then is left out.
         full: Show long texts whole.
@@ -71,14 +76,17 @@ def try_task(
     import structlog
 
     from relax_events.cli.output import print_json
+    from relax_events.roles.chat_engine import ChatServer
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     if prompts < 1 or (samples is not None and samples < 1) or seconds <= 0:
         raise ConfigError("-n, --samples and --seconds must be at least 1")
     prices = _read_prices(price)
     results, tree, is_good, is_interrupted = [], [], True, False
-    for name in model or ["run"]:
+    for name in model or (["run"] if not url else [""]):
         playing = _Playing(config, overrides, name, prompts, samples, seconds)
+        if url and name != "run" and not (name and Path(name).exists()):
+            playing.server = ChatServer(url=url, model=name, token_variable=key_variable)
         played = playing.play(print_group=None if output == "json" else _Printer(is_full=full))
         summary, findings = playing.judge(played, prices)
         results.append(summary)
@@ -107,6 +115,8 @@ class _Playing:
     num_prompts: int
     num_samples: int | None
     seconds: float
+    server: ChatServer | None = None
+    billed: tuple[int, int] | None = None
     engine: EngineConfig | None = None
     has_environment: bool = False
 
@@ -118,7 +128,9 @@ class _Playing:
         from relax_events.launcher.hub_download import find_commit
         from relax_events.launcher.workbench import open_workbench
 
-        own_model = () if self.name == "run" else (f"model.path={self.name}",)
+        own_model = (
+            () if self.name == "run" or self.server is not None else (f"model.path={self.name}",)
+        )
         loaded = load_run_config(
             self.config, (*self.overrides, *own_model), find_commit=find_commit
         )
@@ -126,10 +138,13 @@ class _Playing:
             raise ConfigError(f"--model {self.name} does not exist; give the folder of a model")
         count = self.num_samples or min(loaded.run.samples_per_prompt, SAMPLES_PER_PROMPT)
         run, played = CheckedRun(loaded), _Played([])
-        with open_workbench(run, samples_per_prompt=count) as bench:
+        with open_workbench(run, samples_per_prompt=count, server=self.server) as bench:
             self.engine, started = bench.config.engine, time.monotonic()
             self.has_environment = bool(bench.config.environment.name)
-            self.name = str(bench.config.model.path)
+            if self.server is None:
+                self.name = str(bench.config.model.path)
+            elif not self.name:
+                self.name = self.server.url
             try:
                 for group in bench.play(self.num_prompts, Deadline(self.seconds)):
                     self._keep(played, group, print_group)
@@ -137,7 +152,7 @@ class _Playing:
                 played.is_interrupted = True
             for group in bench.end():
                 self._keep(played, group, print_group)
-            played.seconds = time.monotonic() - started
+            played.seconds, self.billed = time.monotonic() - started, bench.billed
         return played
 
     def _keep(self, played: _Played, group: TriedGroup, print_group: _Printer | None) -> None:
@@ -149,7 +164,13 @@ class _Playing:
         """Return the numbers, and what would keep a run from learning."""
         from relax_events.launcher.workbench_summary import find_problems, summarise
 
-        summary = summarise(played.groups, model=self.name, seconds=played.seconds, prices=prices)
+        summary = summarise(
+            played.groups,
+            model=self.name,
+            seconds=played.seconds,
+            prices=prices,
+            billed=self.billed,
+        )
         assert self.engine is not None, "it has played"
         findings = find_problems(
             played.groups,

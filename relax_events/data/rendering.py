@@ -336,6 +336,34 @@ class PromptRenderer:
         text = self._control.protect_text(answer, is_turn=True)
         return np.append(self.encode_rendered(text), np.int32(self.stop_token_ids[0]))
 
+    def reply_tokens(
+        self, messages: Sequence[ChatMessage], reply: ChatMessage, *, tools: str = ""
+    ) -> NDArray[np.int32]:
+        """Render the reply of another model as the policy would have written it, with the stop
+        token.
+
+        Args:
+            messages: The conversation before it.
+            reply: The reply.
+            tools: As for `prompt_tokens`.
+        Raises:
+            PoisonSample: It has tool calls, and the template does not show them, or not behind the
+                prompt.
+        """
+        if not reply.tool_calls:
+            return self.answer_tokens(reply.text)
+        self.require_shown([reply])
+        prompt = self.render_prompt(messages, tools=tools)
+        whole = self.apply_template([*messages, reply], tools=tools, is_complete=True)
+        if not whole.startswith(prompt):
+            raise PoisonSample(
+                "the chat template writes another prompt before a reply with tool calls; set "
+                "data.chat_template_file to a template that does not"
+            )
+        tokens = self.encode_rendered(whole[len(prompt) :])
+        stops = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
+        return tokens[: int(stops[0]) + 1] if len(stops) else tokens
+
     def completion_text(
         self, tokens: NDArray[np.int32], *, skip_special_tokens: bool = True
     ) -> str:

@@ -92,7 +92,8 @@ class GenerationRequest:
         num_top_tokens: Number of most probable tokens to record with each sampled token.
         is_sampled: True for each prompt token that the policy sampled in an earlier turn; a
             placeholder among them refers to no media file. None if it sampled none.
-        environment_context: The row for the run's environment, if it has one; engines ignore it.
+        environment_context: The row, or the conversation before a turn, as messages; engines that
+            take tokens ignore it.
     """
 
     prompt_group_id: str

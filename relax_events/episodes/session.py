@@ -323,6 +323,7 @@ class Session:
         )
         self.num_calls += 1
         self._begun_paths[path] += 1
+        before = () if parent is None else path_messages(parent)
         is_input = np.zeros(len(turn.input_tokens), bool)
         return replace(
             self.request,
@@ -330,7 +331,9 @@ class Session:
             is_sampled=np.concatenate([sampled_mask(parent), is_input]),
             samples=(sample,),
             sampling=self.request.sampling.model_copy(update={"max_new_tokens": max_new_tokens}),
-            environment_context=None,
+            environment_context=EnvironmentContext(
+                messages=(*before, *turn.continuation.rest), tools=turn.tools
+            ),
         )
 
     def _check_bounds(self, left: int, room: int, *, num_tokens: int, parent: Node | None) -> None:

@@ -33,7 +33,8 @@ from relax_events.launcher.preparation import prepare_run
 from relax_events.media.library import MediaLibrary
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scoring import build_reward_item, read_source, score_samples
-from relax_events.roles.engine_factory import OpenEngine, bound_engine_rows, open_rollout_engine
+from relax_events.roles.chat_engine import ChatEngine, ChatServer
+from relax_events.roles.engine_factory import bound_engine_rows, open_rollout_engine
 from relax_events.roles.inflight_group import (
     InflightGroup,
     build_generation_request,
@@ -95,6 +96,8 @@ class Workbench:
         engine: Engine,
         renderer: PromptRenderer,
         rewards: RewardPool,
+        *,
+        chat: ChatEngine | None = None,
     ) -> None:
         """Open the run's data.
 
@@ -103,7 +106,9 @@ class Workbench:
             engine: Generates the samples.
             renderer: Of the policy.
             rewards: Score the samples, but those of the judge role.
+            chat: The engine of the turns, where a server has the model.
         """
+        self._chat = chat
         self.config, _ = run.resolution
         config = self.config
         self._engine, self._renderer, self._rewards = engine, renderer, rewards
@@ -117,6 +122,11 @@ class Workbench:
         self._done: dict[str, TriedGroup] = {}
         self._submitted: dict[str, float] = {}
         self._ended: dict[str, float] = {}
+
+    @property
+    def billed(self) -> tuple[int, int] | None:
+        """Prompt and completion tokens that the server counted; None without one, or a count."""
+        return self._chat.billed if self._chat is not None and any(self._chat.billed) else None
 
     def play(self, num_prompts: int, deadline: Deadline) -> Iterator[TriedGroup]:
         """Yield prompts in the order of the run, with their samples, as soon as these are generated
@@ -195,7 +205,7 @@ class Workbench:
         """Score the samples of a prompt group that have ended."""
         config = self.config
         if len(group.lost) == len(group.samples):
-            return TriedGroup(group.issued, failure=group.find_failure(config.algorithm))
+            return TriedGroup(group.issued, failure=self._find_failure(group))
         samples = [
             build_sample_event(
                 group,
@@ -219,7 +229,13 @@ class Workbench:
             )
             for sample in samples
         ]
-        return TriedGroup(group.issued, tried, group.find_failure(config.algorithm))
+        return TriedGroup(group.issued, tried, self._find_failure(group))
+
+    def _find_failure(self, group: InflightGroup) -> str:
+        """Return why a run would not train a prompt group that lost samples; fewer samples than a
+        run needs may be tried.
+        """
+        return group.find_failure(self.config.algorithm) if group.lost else ""
 
     def _render_prompt(self, sample: SampleRolledOut) -> str:
         tokens = dense(sample.tokens, what=f"sample {sample.sample_id}: tokens")
@@ -257,14 +273,14 @@ def _choose_slot(index: int, choice: SelectedRow) -> IssuedGroup:
 
 @contextmanager
 def open_workbench(
-    run: CheckedRun, *, samples_per_prompt: int = 0, opens: OpenEngine | None = None
+    run: CheckedRun, *, samples_per_prompt: int = 0, server: ChatServer | None = None
 ) -> Iterator[Workbench]:
     """Open engine, environment and reward of a run file; everything is closed afterwards.
 
     Args:
         run: The run file as it was read.
         samples_per_prompt: Samples for each prompt; 0 takes the run's.
-        opens: Opens the engine of the turns; by default the run's engine.
+        server: Generates the turns instead of the run's engine.
     Raises:
         ConfigError: The run generates nothing, its judge gives all rewards, or something that the
             run file names is missing or invalid.
@@ -274,24 +290,28 @@ def open_workbench(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-try-"))
         tried = _leave_the_run_alone(run, Path(folder), samples_per_prompt)
+        if server is not None:  # it reports no experts
+            model = tried.config.model.routing_freely
+            tried = CheckedRun(tried.config.model_copy(update={"model": model}))
         prepare_run(tried.config, levels=(Level.FILE,))
         config, _ = tried.resolution
         assert config.computed_reward is not None, "refused before"
         rewards = stack.enter_context(RewardPool(config.computed_reward))
-        engine = open_rollout_engine(
-            bound_engine_rows(config),
-            name=config.engine.name,
-            metrics=WorkerMetrics("rollout"),
-            opens=opens,
-        )
-        stack.callback(engine.close)
         renderer = PromptRenderer.from_folder(
             config.model.path,
             config.data,
             media=config.model.media,
             tool_format=config.environment.tool_call_format,
         )
-        yield Workbench(tried, engine, renderer, rewards)
+        chat = None if server is None else ChatEngine(server, renderer)
+        engine = open_rollout_engine(
+            bound_engine_rows(config),
+            name=config.engine.name,
+            metrics=WorkerMetrics("rollout"),
+            opens=None if chat is None else lambda _: chat,
+        )
+        stack.callback(engine.close)
+        yield Workbench(tried, engine, renderer, rewards, chat=chat)
 
 
 def _leave_the_run_alone(run: CheckedRun, folder: Path, samples_per_prompt: int) -> CheckedRun:

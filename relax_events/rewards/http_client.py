@@ -39,6 +39,11 @@ def import_client() -> Any:
     return httpx2
 
 
+def build_chat_url(url: str) -> str:
+    """Return the address of chat completions of a server, whose address may end with `/v1`."""
+    return f"{url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+
+
 async def post_json(
     url: str,
     body: dict[str, Any],
@@ -123,6 +128,13 @@ async def _exchange(
                     "judgement has; let the service send the reward alone"
                 )
         return response.status_code, bytes(content)
+
+
+async def close_client() -> None:
+    """Close the connections of the running event loop, which ends."""
+    client = _client()
+    _open_client.cache_clear()
+    await client.aclose()
 
 
 def _parse_response(url: str, status: int, content: bytes) -> Any:

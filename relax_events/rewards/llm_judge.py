@@ -11,7 +11,7 @@ from string import Template
 from typing import Any, Literal
 
 from relax_events.errors import ConfigError, RewardError
-from relax_events.rewards.http_client import import_client, post_json
+from relax_events.rewards.http_client import build_chat_url, import_client, post_json
 from relax_events.rewards.registry import reward
 
 MAX_SCORE = 10.0
@@ -111,7 +111,7 @@ class LLMJudge:
         }
         if self.model:
             body["model"] = self.model
-        url = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/chat/completions"
+        url = build_chat_url(self.url)
         reply = await post_json(
             url,
             body,
