@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from harness import FaultRun, assert_ledger_balances, failpoint_marker
 
+from relax_events.events.parts import FinishReason
+
 pytestmark = pytest.mark.long
 TOKEN = "a-token"
 NUM_BEFORE = 16
@@ -110,7 +112,7 @@ def start_harness_run(
             "environment": {
                 "harness": {"port": ports[0], "token_file": str(token)},
                 "concurrency": 8,
-                "episode_seconds": 15.0,
+                "episode_seconds": 60.0,
                 "attempts": 20,
             },
             "reward": {"function": "environment"},
@@ -119,11 +121,13 @@ def start_harness_run(
     )
 
 
-def assert_trained_once(run: FaultRun) -> None:
-    """Check the ledger, and that each sample has the harness's reward."""
+def assert_trained_once(run: FaultRun, *, max_late: int = 0) -> None:
+    """Check the ledger, and that each sample has the harness's reward, but those of a harness that
+    was killed between two calls: they are late."""
     assert_ledger_balances(run)
-    samples = run.samples()
+    samples = [one for one in run.samples() if one.finish_reason is not FinishReason.LATE]
     assert samples
+    assert len(run.samples()) - len(samples) <= max_late
     for sample in samples:
         assert list(sample.environment_rewards) == [len(sample.sample_id) % 2]
         assert sum(turn.role == "assistant" for turn in sample.turns) == 2
@@ -148,7 +152,7 @@ def test_sessions_of_killed_gateways_and_harnesses_are_taken_again_and_trained_o
     with running_harness(tmp_path, ports[:1]):
         assert run.wait_until_ended(process) == 0
     assert run.fired() == {failpoint_marker(point) for point in points}
-    assert_trained_once(run)
+    assert_trained_once(run, max_late=1)
 
 
 def test_a_gateway_joins_a_run_and_leaves_it_by_a_signal_without_losing_a_session(
