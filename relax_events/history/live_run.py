@@ -22,6 +22,7 @@ from relax_events.kafka.connection import Connection
 from relax_events.kafka.producer import RecordProducer
 from relax_events.kafka.records import ProducerRecord
 from relax_events.kafka.schema_registry import open_codec
+from relax_events.projections.base import STOPPED_BY
 from relax_events.projections.run_state import MAX_KEPT, RUN_STATE_TOPICS, RunState
 from relax_events.projections.run_status import RunStatus, decide_status, find_live_workers
 from relax_events.runtime.control_follower import ControlFollower
@@ -160,6 +161,7 @@ def stop_run(config: RunConfig, *, timeout_seconds: float) -> StopResult:
                 RunCommanded(
                     command=Command.STOP,
                     reason="stopped by relax runs stop; the same relax run resumes it",
+                    arguments={STOPPED_BY: "relax runs stop"},
                 )
             )
             watch.wait_for(lambda: not _not_stopped(watch, alive), timeout_seconds=timeout_seconds)

@@ -10,6 +10,7 @@ from typing import Any
 from relax_events.events.parts import WorkerState
 from relax_events.events.types import WorkerHeartbeat
 from relax_events.projections.alarm_texts import ORDER, Alarm, AlarmSettings
+from relax_events.projections.base import STOPPED_BY
 from relax_events.projections.health import Intervention
 from relax_events.projections.learning_alarms import find_learning_alarms
 from relax_events.projections.run_state import RunState
@@ -65,7 +66,7 @@ def find_alarms(
 
 def _of_the_run(state: RunState, interventions: Sequence[Intervention]) -> Iterator[Alarm]:
     ended = state.ended
-    if ended is not None and not ended.succeeded:
+    if ended is not None and not (ended.succeeded or STOPPED_BY in ended.arguments):
         yield Alarm(
             "run_failed", "critical", ended.commanded_at, "RelaxRunAborted", {"why": ended.reason}
         )

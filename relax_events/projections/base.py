@@ -17,6 +17,9 @@ from typing import Protocol
 from relax_events.events.parts import Command
 from relax_events.events.types import Event, RunCommanded
 
+STOPPED_BY = "stopped_by"
+"""Argument of a `stop` that a person asked for: the command by which."""
+
 
 @dataclass(slots=True)
 class RunPhase:

@@ -20,6 +20,7 @@ from relax_events.packages.dashboard.sample_columns import NewSample, SampleTabl
 from relax_events.packages.dashboard.score_join import read_source
 from relax_events.packages.dashboard.views import group_curves, list_marks, thin
 from relax_events.projections.alarms import find_alarms
+from relax_events.projections.base import STOPPED_BY
 from relax_events.projections.run_status import decide_status
 from relax_events.projections.run_view import read_alarm_settings
 from relax_events.runtime.run_description import build_run_description
@@ -203,12 +204,21 @@ def test_many_lost_refused_and_late_samples_are_named() -> None:
     assert find() == {}
 
 
-@pytest.mark.parametrize(("succeeded", "found"), [(True, {}), (False, {"run_failed": "critical"})])
+@pytest.mark.parametrize(
+    ("succeeded", "arguments", "found"),
+    [
+        (True, {}, {}),
+        (False, {}, {"run_failed": "critical"}),
+        (False, {STOPPED_BY: "relax runs stop"}, {}),
+    ],
+)
 def test_ended_run_has_only_the_alarm_of_its_failure(
-    succeeded: bool, found: dict[str, str]
+    succeeded: bool, arguments: dict[str, str], found: dict[str, str]
 ) -> None:
     fold = make_fold(steps=5)
-    fold.apply(RunCommanded(command=Command.STOP, reason="over", succeeded=succeeded))
+    fold.apply(
+        RunCommanded(command=Command.STOP, reason="over", succeeded=succeeded, arguments=arguments)
+    )
     assert names(fold, at_seconds=9000) == found
 
 
