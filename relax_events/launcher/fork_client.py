@@ -27,9 +27,13 @@ EXIT_REPORT_SECONDS = 5.0
 """Time limit of the report of an exit."""
 
 
+class StartInterrupted(Exception):
+    """A worker was not started, since the run is to end."""
+
+
 class ForkServer:
     """Spawns worker processes by forking a process that has imported their modules. Used by one
-    thread at a time.
+    thread at a time, but for `interrupt`.
     """
 
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
@@ -41,6 +45,7 @@ class ForkServer:
         """
         self._environment, self._log_path = dict(environment), log_path
         self._process: ForkServerProcess | None = None
+        self._is_interrupted = False
 
     @classmethod
     def from_config(cls, config: RunConfig) -> ForkServer:
@@ -68,6 +73,7 @@ class ForkServer:
                 stays open here.
         Raises:
             RunFailed: The fork server can't be started.
+            StartInterrupted: By `interrupt`.
         """
         log_path.parent.mkdir(
             parents=True, exist_ok=True
@@ -79,12 +85,22 @@ class ForkServer:
             ]
             for _ in range(2):
                 process = self._running_process()
+                if self._is_interrupted:
+                    raise StartInterrupted
                 if (worker := process.fork(request, descriptors)) is not None:
                     return worker
                 self.close()
         raise RunFailed(
             f"no worker can be started: the fork server {process.loss} twice; see {self._log_path}"
         )
+
+    def interrupt(self) -> None:
+        """Let the `spawn` that waits, and later ones, raise StartInterrupted. A signal handler may
+        call it.
+        """
+        self._is_interrupted = True
+        if self._process is not None:
+            self._process.interrupt()
 
     def close(self) -> None:
         """End the fork server. The workers that it has spawned keep running."""
@@ -104,6 +120,7 @@ class ForkServerProcess:
     def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(START_SECONDS)
+        self._interrupts, self._interrupter = socket.socketpair()
         self._codes: dict[int, int] = {}
         self._is_lost = False
         self.loss = "ended"
@@ -132,12 +149,23 @@ class ForkServerProcess:
     def fork(self, request: SpawnRequest, descriptors: Sequence[int]) -> ForkedWorker | None:
         """Fork a worker that writes its output to the first descriptor and inherits the rest;
         return None if the process has exited, or does not answer in time.
+
+        Raises:
+            StartInterrupted: By `interrupt`, before an answer.
         """
         with contextlib.suppress(OSError):
             send(self._channel, asdict(request), *descriptors)
         worker = None
         while worker is None and not self._is_lost:
-            worker = self._receive()
+            ready = select.select([self._channel, self._interrupts], [], [], START_SECONDS)[0]
+            if ready == [self._interrupts]:
+                raise StartInterrupted
+            if ready:
+                worker = self._receive()
+            else:
+                self.loss = f"needed more than {START_SECONDS:g} s to import the workers' modules"
+                self._is_lost = True
+                log.warning("fork_server.lost", pid=self.pid, error=self.loss)
         return worker
 
     def wait_for_exit_code(self, pid: int, *, seconds: float) -> int | None:
@@ -155,10 +183,16 @@ class ForkServerProcess:
             return -signal.SIGKILL  # no exit code was reported
         return self._codes.pop(pid, None)
 
+    def interrupt(self) -> None:
+        """End the wait of `fork`."""
+        with contextlib.suppress(OSError):  # it is closed
+            self._interrupter.send(b"\0")
+
     def close(self) -> None:
         """Kill the process. Exits that it has not reported by now are lost."""
         self._is_lost = True
-        self._channel.close()
+        for one in (self._channel, self._interrupts, self._interrupter):
+            one.close()
         self._process.kill()
         self._process.wait(10)
 
@@ -167,8 +201,6 @@ class ForkServerProcess:
         try:
             message_read = receive(self._channel)
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                self.loss = f"needed more than {START_SECONDS:g} s to import the workers' modules"
             log.warning("fork_server.lost", pid=self.pid, error=str(error))
             message_read = None
         if message_read is None:

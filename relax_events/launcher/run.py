@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from relax_events.kafka.schema_registry import open_codec
 from relax_events.launcher.broker_checks import require_fitting_model
 from relax_events.launcher.broker_keeper import BrokerKeeper
 from relax_events.launcher.closing_report import ClosingReport
-from relax_events.launcher.fork_client import ForkServer
+from relax_events.launcher.fork_client import ForkServer, StartInterrupted
 from relax_events.launcher.managed_process import Progress
 from relax_events.launcher.other_hosts import SILENCE_SECONDS, OtherHosts
 from relax_events.launcher.preparation import fetch_named
@@ -135,6 +135,7 @@ class RunSession:
             ).start()
             starter = ForkServer.from_config(self._config)
             stack.callback(starter.close)
+            self._drain.on_start(starter.interrupt)
             starter.prepare(run_modules(self._config))  # while the broker starts
             self._start_broker(stack, display)
             self._config = resolve_parent(self._config)
@@ -180,8 +181,9 @@ class RunSession:
         try:
             if self._state.ended is None and not self._drain.requested:
                 self._warn_of_other_sessions(display)
-                supervisor.start()
-                self._watch(supervisor, hosts, admin, display)
+                with suppress(StartInterrupted):
+                    supervisor.start()
+                    self._watch(supervisor, hosts, admin, display)
         finally:
             hosts.drain()
             seconds = self._config.workers.drain_seconds + 2 * AFTER_DRAIN_SECONDS

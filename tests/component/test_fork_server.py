@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import RunFailed
 from relax_events.launcher import fork_client
 from relax_events.launcher import worker_processes as imports
-from relax_events.launcher.fork_client import ForkedWorker, ForkServer
+from relax_events.launcher.fork_client import ForkedWorker, ForkServer, StartInterrupted
 from relax_events.launcher.fork_protocol import SpawnRequest
 from relax_events.launcher.worker_processes import run_modules, worker_modules
 
@@ -133,6 +134,21 @@ def test_imports_that_take_too_long_are_named(
     starter = ForkServer(os.environ | {"PYTHONPATH": str(tmp_path)}, tmp_path / "starter.log")
     with pytest.raises(RunFailed, match=r"needed more than 0\.2 s to import .* twice; see .*log"):
         starter.spawn(ordered("end", "0", needs=["endless"]), log_path=tmp_path / "worker.log")
+    assert starter.pid is None
+    starter.close()
+
+
+def test_interrupt_ends_the_wait_for_imports(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
+    starter = ForkServer(os.environ | {"PYTHONPATH": str(tmp_path)}, tmp_path / "starter.log")
+    timer = threading.Timer(0.5, starter.interrupt)
+    timer.start()
+    for _ in range(2):  # the worker that waits, and the next one
+        with pytest.raises(StartInterrupted):
+            starter.spawn(ordered("end", "0", needs=["endless"]), log_path=tmp_path / "worker.log")
+    timer.join()
+    starter.close()
+    starter.interrupt()
     assert starter.pid is None
 
 
