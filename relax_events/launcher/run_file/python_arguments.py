@@ -225,7 +225,9 @@ def format_toml(tree: Mapping[str, Any]) -> str:
 
 def format_value(value: Any, key: str) -> str:
     """Return a value as TOML on one line; errors as for `format_toml`."""
-    return str(tomlkit.item(_simplify(value, key)).as_string())
+    line = tomlkit.array()  # a list of dicts alone would be written as sections
+    line.append(_simplify(value, key))
+    return str(line[0].as_string())
 
 
 def _simplify(value: Any, key: str) -> Any:

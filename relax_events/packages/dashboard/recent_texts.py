@@ -16,8 +16,11 @@ MAX_TEXTS = 2000
 def excerpt_texts(sample: SampleRolledOut) -> dict[str, str]:
     """Return the beginning of a sample's completion, and the end of its prompt."""
     prompt = sample.messages[-1].text if sample.messages else ""
-    cut = "…" * (len(prompt) > EXCERPT)
-    return {"completion": sample.completion[:EXCERPT], "prompt": cut + prompt[-EXCERPT:]}
+    marks = ["…" * (len(text) > EXCERPT) for text in (prompt, sample.completion)]
+    return {
+        "completion": sample.completion[:EXCERPT] + marks[1],
+        "prompt": marks[0] + prompt[-EXCERPT:],
+    }
 
 
 class RecentTexts:

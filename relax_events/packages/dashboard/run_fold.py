@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from relax_events.api.events import (
+    Command,
     MetricsReported,
     PolicyVersionPublished,
     RunCommanded,
     TrainStepCommitted,
     WorkerHeartbeat,
 )
-from relax_events.api.runs import HealthState, RunConfig, RunState, StepCurves
-from relax_events.events.types import Event
+from relax_events.api.runs import HealthState, RunConfig, RunState, StepCurves, settings_history
+from relax_events.events.types import Event, RunDescribed
 
 MAX_REPORTS = 720
 """Reports of a worker that are kept: an hour at the default interval."""
@@ -75,6 +77,9 @@ class RunFold(RunState):
     reports: dict[str, deque[Report]] = field(default_factory=dict)
     published_at: dict[int, int] = field(default_factory=dict)
     commands: deque[RunCommanded] = field(default_factory=lambda: deque(maxlen=200))
+    resumes: list[int] = field(default_factory=list)
+    changes: list[tuple[int, list[Any]]] = field(default_factory=list)
+    """What changed in the run file, with the policy version from which on it holds."""
     health: HealthState = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +95,11 @@ class RunFold(RunState):
             self.published_at[event.policy_version] = event.published_at
         elif isinstance(event, RunCommanded):
             self.commands.append(event)
+            is_of_run = event.role is None and event.worker_id is None
+            if is_of_run and event.command is Command.RESUME:
+                self.resumes.append(event.commanded_at)
+        elif isinstance(event, RunDescribed):
+            self.changes = settings_history(self.descriptions, run_id=self.config.run.id)
         elif isinstance(event, MetricsReported):
             self._apply_report(event)
         elif isinstance(event, WorkerHeartbeat):

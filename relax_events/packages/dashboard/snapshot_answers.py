@@ -25,7 +25,8 @@ WINDOWS = (30, 120, 600, 3600, 21600)
 MAX_ROWS = 600
 MAX_NEWEST = 200
 MAX_DETAILED = 16
-"""Samples with all their tokens: of the first and of the newest train step."""
+"""Samples with all their tokens, of the first and of the newest train step: those with the highest
+and the lowest rewards, and the one in the middle."""
 MAX_TOKENS = 1024
 MAX_VERSIONS = 3
 MAX_DEAD_LETTERS = 50
@@ -108,10 +109,12 @@ def choose_rows(table: SampleTable, steps: list[int]) -> tuple[list[int], list[i
     detailed: list[int] = []
     for step in dict.fromkeys([*steps[:1], *steps[-1:]]):
         bounds = {"step": (float(step), float(step))}
-        query = SampleQuery(bounds=bounds, outcome="trained", sort="reward", count=MAX_ROWS)
-        picked = list(table.select(query).rows)
+        query = SampleQuery(bounds=bounds, outcome="trained", sort="reward", count=len(table))
+        rows = list(table.select(query).rows)
         half = MAX_DETAILED // 4
-        detailed += picked if len(picked) <= 2 * half else [*picked[:half], *picked[-half:]]
+        if len(rows) > 2 * half:
+            rows = [*rows[:half], rows[len(rows) // 2], *rows[-half:]]
+        detailed += rows
     listed = dict.fromkeys(int(row) for row in [*newest, *spread.tolist(), *detailed])
     return sorted(listed), [int(row) for row in dict.fromkeys(detailed)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_events.api.events import Command, FinishReason, now_micros
+from relax_events.api.events import FinishReason, now_micros
 from relax_events.api.runs import (
     RunStatus,
     RunView,
@@ -20,7 +20,6 @@ from relax_events.api.runs import (
     find_alarms,
     find_live_workers,
     read_alarm_settings,
-    settings_history,
 )
 from relax_events.packages.dashboard.run_fold import Report, RunFold
 from relax_events.packages.dashboard.run_reader import RunReader
@@ -104,17 +103,19 @@ def build_overview(reader: RunReader) -> dict[str, Any]:
 
 
 def list_marks(fold: RunFold) -> list[dict[str, Any]]:
-    """Return the train steps before which a run was resumed or its run file was changed."""
+    """Return the train steps before which a run that had ended or was paused was resumed, or its
+    run file was changed.
+    """
     steps, committed = fold.curves.steps, fold.curves.committed_at
     marks = [
         {"step": version, "name": "changed", "text": "; ".join(map(str, changes))}
-        for version, changes in settings_history(fold.descriptions, run_id=fold.config.run.id)
+        for version, changes in fold.changes
     ]
-    for command in fold.commands:
-        if command.command is Command.RESUME and command.role is None and command.worker_id is None:
-            at = bisect_right(committed, command.commanded_at)
-            if at:
-                marks.append({"step": steps[at - 1] + 1, "name": "resumed", "text": ""})
+    marks += [
+        {"step": steps[at - 1] + 1, "name": "resumed", "text": ""}
+        for resumed_at in fold.resumes
+        if (at := bisect_right(committed, resumed_at))
+    ]
     return sorted(marks, key=lambda mark: mark["step"])
 
 

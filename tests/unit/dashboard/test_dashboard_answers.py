@@ -114,4 +114,4 @@ def test_newest_texts_are_kept_and_cut() -> None:
     for row in range(MAX_TEXTS + 1):
         texts.add(row, rolled_out("000000-0000-0", 0, completion=long if row == 5 else "short"))
     assert texts.find([0, 5, MAX_TEXTS, MAX_TEXTS + 1]).keys() == {5, MAX_TEXTS}
-    assert texts.find([5])[5]["completion"] == "x" * EXCERPT
+    assert texts.find([5])[5]["completion"] == "x" * EXCERPT + "…"

@@ -20,6 +20,7 @@ from relax_events.errors import ConfigError
 from relax_events.events.json_text import parse_json
 from relax_events.launcher.run_file.python_arguments import (
     format_toml,
+    format_value,
     nest_settings,
     write_run_file,
 )
@@ -246,3 +247,13 @@ def test_function_that_no_other_process_can_have_is_refused(
     for function, text in cases:
         with pytest.raises(ConfigError, match=f"{text}.*path/to/file.py:"):
             name_reward(function, tmp_path / "reward.py")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [3, "a 'text'", True, [1, 2.5], [{"a": 1}, {"b": [{"c": "x"}]}], [["x"], []], {"a": {"b": 1}}],
+)
+def test_a_value_on_the_command_line_is_one_line_that_reads_as_the_value(value: object) -> None:
+    text = format_value(value, "key")
+    assert "\n" not in text
+    assert tomllib.loads(f"key = {text}") == {"key": value}

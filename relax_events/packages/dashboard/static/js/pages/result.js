@@ -28,14 +28,14 @@ function drawEvaluations(rows) {
     { label: t("dataset"), cell: (one) => one.dataset },
     { label: t("policy_version"), number: true, cell: (one) => pair(one.first.policy_version, one.last.policy_version) },
     { label: t("reward"), number: true, cell: (one) => pair(one.first.reward_mean, one.last.reward_mean) },
-    { label: "pass@k", cell: (one) => Object.keys(one.last.pass_at_k).map((k) => `${k}: ${pair(one.first.pass_at_k[k], one.last.pass_at_k[k])}`).join(", ") },
+    { label: "pass@k", cell: (one) => Object.keys(one.last.pass_at_k).map((k) => `${k}: ${pair(one.first.pass_at_k[k], one.last.pass_at_k[k]) ?? number(one.last.pass_at_k[k])}`).join(", ") },
   ];
   return ends.length > 0 && [h("h2", {}, t("evaluations")), table({ label: t("evaluations"), columns, rows: ends })];
 }
 
 // The samples of the newest train step with the highest, the middle and the lowest reward.
 function drawSamples() {
-  const trained = snapshot.samples.rows.filter((row) => row.outcome === "trained" && row.reward !== null && row.row in snapshot.texts);
+  const trained = snapshot.samples.rows.filter((row) => row.outcome === "trained" && row.reward !== null && row.row in snapshot.texts && row.row in snapshot.details);
   const newest = Math.max(...trained.map((row) => row.train_step));
   const rows = trained.filter((row) => row.train_step === newest).sort((a, b) => b.reward - a.reward);
   const picked = [...new Set([rows[0], rows[rows.length >> 1], rows[rows.length - 1]])].filter(Boolean);
