@@ -143,12 +143,14 @@ def status(
             as relax.RUN.reader.
     """
     from relax_events.cli.output import print_fields
-    from relax_events.errors import BrokerUnavailable
+    from relax_events.errors import BrokerUnavailable, ConfigError
     from relax_events.kafka.embedded import EmbeddedBroker
     from relax_events.kafka.embedded.status import read_broker_status
     from relax_events.kafka.embedded.tool_login import build_client_properties
 
     broker = EmbeddedBroker(directory)
+    if principal and not client_config:
+        raise ConfigError("--principal says who logs in; give --client-config FORM as well")
     if client_config:
         print(build_client_properties(broker, form=client_config, principal=principal), end="")
     elif lines or follow:

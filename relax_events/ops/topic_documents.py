@@ -68,8 +68,11 @@ def _build_servers(config: RunConfig) -> dict[str, Any]:
     if broker.bootstrap_servers == EMBEDDED:
         return {}
     has_users = bool(broker.username or broker.credentials)
-    security = {"protocol": "kafka-secure", "security": [{"type": "scramSha512"}]}
-    access = security if has_users else {"protocol": "kafka"}
+    access: dict[str, Any] = {"protocol": "kafka"}
+    if has_users or str(broker.client.get("security.protocol", "PLAINTEXT")).upper() != "PLAINTEXT":
+        access["protocol"] = "kafka-secure"
+    if has_users:
+        access["security"] = [{"type": "scramSha512"}]
     servers = {}
     for address in list_addresses(broker.bootstrap_servers):
         host, port = split_address(address)

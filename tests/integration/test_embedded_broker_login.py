@@ -136,7 +136,7 @@ def run_kcat(folder: Path, settings: str) -> subprocess.CompletedProcess[str]:
     file = folder / "kcat.conf"
     file.write_text(settings)
     return subprocess.run(
-        ["kcat", "-F", str(file), "-L", "-m", "10"],
+        ["kcat", "-F", str(file), "-L", "-m", "30"],
         capture_output=True,
         text=True,
         timeout=SECONDS,

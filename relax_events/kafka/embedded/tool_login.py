@@ -32,12 +32,18 @@ def build_client_properties(
         principal: A user of the security folder, for a broker that has one.
     Raises:
         BrokerUnavailable: The broker was never started; for `kcat`, it does not run.
-        ConfigError: The broker accepts principals, and none is named, or one without a password.
+        ConfigError: The broker accepts principals, and none is named, or one without a password;
+            or one is named, and it has a single user.
     """
     settings = {"bootstrap.servers": broker.bootstrap_servers}
     state, file = broker.state, broker.password_file
     if state is not None and state.credentials is not None:
         settings |= _read_principal(broker, Path(state.credentials), principal)
+    elif principal:
+        raise ConfigError(
+            f"--principal {principal}: the broker in {broker.directory} has no security folder "
+            "but one user, who may do all; leave --principal out"
+        )
     elif file is not None:
         settings |= read_embedded_client_settings(file)
     if "sasl.username" in settings:

@@ -75,6 +75,8 @@ def test_client_properties_contain_the_login_settings(tmp_path: Path) -> None:
         bootstrap_servers="127.0.0.1:20001", embedded_password_file=tmp_path / "password"
     )
     assert others == {"bootstrap.servers": "127.0.0.1:20001"} | read_client_settings(table)
+    with pytest.raises(ConfigError, match="leave --principal out"):
+        build_client_properties(broker, form="java", principal="relax.mine.reader")
 
 
 def test_kcat_gets_the_password_of_the_running_broker(

@@ -72,6 +72,17 @@ def test_asyncapi_document_has_every_topic_with_the_schemas_of_its_records(
     assert document["servers"]["kafka-1"]["protocol"] == "kafka-secure"
 
 
+@pytest.mark.parametrize(
+    ("client", "protocol"), [({}, "kafka"), ({"security.protocol": "ssl"}, "kafka-secure")]
+)
+def test_asyncapi_servers_have_the_protocol_of_the_client(
+    client: dict[str, str], protocol: str, make_run_config: MakeConfig
+) -> None:
+    broker = {"bootstrap_servers": "kafka-1:9093", "client": client}
+    servers = build_asyncapi(make_run_config(broker=broker))["servers"]
+    assert servers == {"kafka-1": {"host": "kafka-1:9093", "protocol": protocol}}
+
+
 def test_asyncapi_operations_are_the_roles_rights(make_run_config: MakeConfig) -> None:
     config = make_run_config()
     document = build_asyncapi(config)
