@@ -12,10 +12,13 @@ import argparse
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from benchmarks.real_rows import write_rows
 
 ROOT = Path(__file__).parents[1]
 RUN_SECONDS = 3 * 3600.0
+"""Deadline of a command."""
 SETTINGS = (
     "run.prompts_per_step=8",
     "run.samples_per_prompt=8",
@@ -113,6 +117,7 @@ class Walk:
     def export(self) -> Path:
         """Write the last version as a folder; of LoRA, the adapters."""
         exported = self.folder / f"{self.run_id}-model"
+        shutil.rmtree(exported, ignore_errors=True)  # of an earlier measurement
         relax("models", "export", self.run_id, "--to", exported, "--directory", self.folder)
         return exported
 
@@ -126,7 +131,10 @@ def relax(*words: str | Path) -> str:
     print(f"$ relax {' '.join(map(str, words))}", flush=True)
     command = [sys.executable, "-m", "relax_events.cli", *map(str, words)]
     lines = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process,
+        killed_at_deadline(process),
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -134,6 +142,17 @@ def relax(*words: str | Path) -> str:
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
     return "".join(lines)
+
+
+@contextmanager
+def killed_at_deadline(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a process that the block does not see the end of within `RUN_SECONDS`."""
+    timer = threading.Timer(RUN_SECONDS, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def read_metrics(walk: Walk) -> list[dict[str, Any]]:
@@ -187,9 +206,12 @@ def chat(model: Path) -> str:
     words = ("serve", model, "--port", "0", "--token-file", token)
     command = [sys.executable, "-m", "relax_events.cli", *map(str, words)]
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=variables
-    ) as server:
+    with (
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=variables
+        ) as server,
+        killed_at_deadline(server),
+    ):
         try:
             assert server.stdout is not None
             match = next(m for line in server.stdout if (m := re.search(r"http://[^/\s]+", line)))
