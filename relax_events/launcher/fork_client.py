@@ -36,21 +36,25 @@ class ForkServer:
     thread at a time, but for `interrupt`.
     """
 
-    def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], log_path: Path, *, held: Sequence[int] = ()
+    ) -> None:
         """Start nothing yet; the first request starts the process.
 
         Args:
             environment: The environment of all workers, without secrets.
             log_path: Log of the fork server itself.
+            held: Open files that it and all workers hold: their locks end with the last of them.
         """
         self._environment, self._log_path = dict(environment), log_path
+        self._held = tuple(held)
         self._process: ForkServerProcess | None = None
         self._is_interrupted = False
 
     @classmethod
-    def from_config(cls, config: RunConfig) -> ForkServer:
-        """Return a run's fork server."""
-        return cls(shared_environment(), config.run_directory / "logs" / "starter.log")
+    def from_config(cls, config: RunConfig, *, held: Sequence[int] = ()) -> ForkServer:
+        """Return a run's fork server; see `__init__`."""
+        return cls(shared_environment(), config.run_directory / "logs" / "starter.log", held=held)
 
     @property
     def pid(self) -> int | None:
@@ -110,14 +114,14 @@ class ForkServer:
 
     def _running_process(self) -> ForkServerProcess:
         if self._process is None:
-            self._process = ForkServerProcess(self._environment, self._log_path)
+            self._process = ForkServerProcess(self._environment, self._log_path, self._held)
         return self._process
 
 
 class ForkServerProcess:
     """One process of the fork server."""
 
-    def __init__(self, environment: Mapping[str, str], log_path: Path) -> None:
+    def __init__(self, environment: Mapping[str, str], log_path: Path, held: Sequence[int]) -> None:
         self._channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.settimeout(START_SECONDS)
         self._interrupts, self._interrupter = socket.socketpair()
@@ -131,7 +135,7 @@ class ForkServerProcess:
                 [str(other.fileno())],
                 output=log_path,
                 environment=environment,
-                descriptors=[other.fileno()],
+                descriptors=[other.fileno(), *held],
             )
 
     @property

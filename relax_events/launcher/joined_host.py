@@ -17,24 +17,28 @@ from relax_events.printable import printable
 from relax_events.privileges import hide_process
 from relax_events.runtime.private_files import keep_private
 
-READ_BYTES = 4096
+READ_BYTES = 65_536
 
 
 def join() -> None:
     """Read the run from stdin, and start and supervise this host's workers until the run ends or
-    the first host is gone.
+    the first host is gone; do nothing where it is gone before.
 
     Raises:
         ConfigError: The run file is of another release, or names something that this host lacks.
     """
-    order = orjson.loads(sys.stdin.buffer.readline())
+    if not (line := _read_order()):
+        return
+    order = orjson.loads(line)
     os.environ.update(order["variables"])
     try:
         config = RunConfig.model_validate_json(orjson.dumps(order["config"]))
     except ValueError as error:
         raise ConfigError(f"this host's release can't read the run file: {error}") from None
     keep_private(config)
-    session = JoinedSession(config, host=order["host"])
+    session = JoinedSession(
+        config, host=order["host"], num_gpus=order["num_gpus"], num_steps=order["num_steps"]
+    )
     threading.Thread(
         target=_watch_first_host, args=(session,), name="first-host", daemon=True
     ).start()
@@ -43,10 +47,25 @@ def join() -> None:
 
 def _watch_first_host(session: JoinedSession) -> None:
     """Drain the session once stdin ends or is silent for too long."""
-    stdin = sys.stdin.fileno()
-    while select.select([stdin], [], [], SILENCE_SECONDS)[0] and os.read(stdin, READ_BYTES):
+    while _read():
         pass
     session.drain()
+
+
+def _read_order() -> bytes:
+    """Return the first line of stdin; nothing where it ends, or is silent for too long, before."""
+    content = bytearray()
+    while part := _read():
+        content += part
+        if b"\n" in part:
+            return bytes(content.partition(b"\n")[0])
+    return b""
+
+
+def _read() -> bytes:
+    """Return what stdin brings next; nothing once it has ended or is silent for too long."""
+    stdin = sys.stdin.fileno()
+    return os.read(stdin, READ_BYTES) if select.select([stdin], [], [], SILENCE_SECONDS)[0] else b""
 
 
 def main() -> None:

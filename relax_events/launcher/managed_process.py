@@ -167,6 +167,8 @@ class ManagedProcess:
     process: WorkerProcesses | None = None
     start_after: float = 0.0
     deaths: DeathCount = field(default_factory=DeathCount)
+    port_deadline: float | None = None
+    """Monotonic seconds until which it waits for its port to be free; None where it does not."""
     is_killed: bool = False
     fenced: Fencing | None = None
     is_elastic: bool = False

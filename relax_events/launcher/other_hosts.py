@@ -13,8 +13,8 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
@@ -35,14 +35,14 @@ MODULE = "relax_events.launcher.joined_host"
 PROBE = "--probe"
 ALIVE_SECONDS, SILENCE_SECONDS = 5.0, 60.0
 """How often the first host sends a line, and how long another host waits for the next one."""
-AGAIN_SECONDS = 5.0
-"""Delay of another attempt to start a supervisor."""
+AGAIN_SECONDS, MAX_AGAIN_SECONDS = 5.0, 60.0
+"""Delay of another attempt to start a supervisor: of the first, and of those after many."""
+JOINED = "relax-events: this host has joined"
+"""The line of a supervisor that has started its workers."""
 CLOCK = "clock"
 PROBE_SECONDS, MAX_SKEW_SECONDS = 60.0, 5.0
 """Deadline of a host's answer; difference of clocks from which on times on the log mislead."""
 END_SECONDS = 10.0
-PIPE_BYTES = 1 << 20
-"""Room for a resolved run file, which is written without waiting."""
 PASSED_ON = ("GLOO_", "NCCL_")
 """Begin the names of variables that the other hosts take over: which interfaces ranks use."""
 Report = Callable[[str], None]
@@ -68,12 +68,7 @@ def check_hosts(run: CheckedRun) -> str:
     if not (others := hosts.addresses[1:]):
         return "this machine alone: hosts.addresses is empty"
     mine, started = describe_host(), time.time()
-    probes = {address: start_command(build_command(hosts, address, PROBE)) for address in others}
-    deadline = time.monotonic() + PROBE_SECONDS
-    answers = {
-        address: _read_answer(address, process, seconds=deadline - time.monotonic())
-        for address, process in probes.items()
-    }
+    answers = _probe(hosts, others)
     for address, answer in answers.items():
         for what, value in mine.items():
             if what != CLOCK and answer.get(what) != value:
@@ -100,13 +95,43 @@ def describe_host() -> dict[str, Any]:
     }
 
 
+def _probe(hosts: HostsConfig, addresses: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what hosts answer; they are asked at the same time."""
+    with ExitStack() as stack:
+        probes = {}
+        for address in addresses:
+            probes[address] = _start(hosts, build_command(hosts, address, PROBE))
+            stack.callback(_end, probes[address])
+        deadline = time.monotonic() + PROBE_SECONDS
+        return {
+            address: _read_answer(address, process, seconds=deadline - time.monotonic())
+            for address, process in probes.items()
+        }
+
+
+def _start(hosts: HostsConfig, command: Sequence[str]) -> Process:
+    try:
+        return start_command(command)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"hosts.command = {list(hosts.command)} can't be started on this machine ({error}); "
+            "install the program, or set hosts.command to another"
+        ) from error
+
+
+def _end(process: Process) -> None:
+    """Kill a command that still runs, and read what it has left."""
+    if process.returncode is None:
+        process.kill()
+        with suppress(TimeoutExpired):
+            process.communicate(timeout=END_SECONDS)
+
+
 def _read_answer(address: str, process: Process, *, seconds: float) -> dict[str, Any]:
     try:
         output, _ = process.communicate(timeout=max(seconds, 0.1))
         last = output.decode(errors="replace").strip().rpartition("\n")[2]
     except TimeoutExpired:
-        process.kill()
-        process.communicate()
         last = f"no answer within {PROBE_SECONDS:g} s"
     with suppress(orjson.JSONDecodeError):
         answer = orjson.loads(last)
@@ -121,26 +146,45 @@ def _read_answer(address: str, process: Process, *, seconds: float) -> dict[str,
 class OtherHost:
     """One other host: its supervisor's connection, which is started again when it ends."""
 
-    def __init__(self, config: RunConfig, index: int, report: Report) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        index: int,
+        report: Report,
+        *,
+        num_gpus: int = 0,
+        num_steps: int = 0,
+    ) -> None:
         """Start nothing yet.
 
         Args:
             config: The resolved run; it names files of secrets, and has none.
             index: Of the host in `hosts.addresses`.
-            report: Called with each line that it prints.
+            report: Called with each line that it prints; before it has joined, once with each.
+            num_gpus: Of this machine.
+            num_steps: Committed train steps when this session began.
         """
+        self._hosts = config.hosts
         self.address = config.hosts.addresses[index]
         self._command = build_command(config.hosts, self.address)
         variables = {
             name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)
         }
-        order = {"host": index, "variables": variables, "config": config.model_dump(mode="json")}
+        order = {
+            "host": index,
+            "num_gpus": num_gpus,
+            "num_steps": num_steps,
+            "variables": variables,
+            "config": config.model_dump(mode="json"),
+        }
         self._order = orjson.dumps(order) + b"\n"
         self._report = report
         self._process: Process | None = None
         self._reader: threading.Thread | None = None
-        self._last_line = ""
-        self._start_after = self._alive_at = 0.0
+        self._last_line, self._unsent = "", b""
+        self._has_joined = False
+        self._reported: set[str] = set()
+        self._start_after = self._alive_at = self._delay = 0.0
 
     def tend(self, now: float) -> None:
         """Start the supervisor where it does not run, and let it know that this host is there.
@@ -148,25 +192,50 @@ class OtherHost:
         Args:
             now: Monotonic seconds.
         Raises:
-            ConfigError: It ended with an error that a restart won't fix.
+            ConfigError: It ended with an error that a restart won't fix, and has never joined.
+            EnvironmentProblem: The command can't be started, and the host has never joined.
         """
         if self._process is None:
             if now >= self._start_after:
-                self._start()
+                self._try_to_start(now)
             return
         if (code := self._process.poll()) is None:
             if now - self._alive_at >= ALIVE_SECONDS:
                 self._alive_at = now
-                self._send(b"\n")
+                self._unsent = self._unsent or b"\n"
+            self._send()
             return
         self._close(self._process)
-        log.warning("host.lost", host=self.address, code=code, error=self._last_line)
-        if code == ConfigError.exit_code:
+        if code == ConfigError.exit_code and not self._has_joined:
             raise ConfigError(f"host {self.address} can't continue: {self._last_line}")
-        self._start_after = now + AGAIN_SECONDS
-        self._report(
-            f"host {self.address}: its supervisor ended with exit code {code}; it is started again"
+        self._delay_start(now, f"its supervisor ended with exit code {code}")
+
+    def _try_to_start(self, now: float) -> None:
+        try:
+            self._start()
+        except EnvironmentProblem as error:
+            if not self._has_joined:
+                raise
+            self._delay_start(now, str(error))
+
+    def _delay_start(self, now: float, reason: str) -> None:
+        """Start the supervisor again, later from attempt to attempt until it has joined."""
+        self._delay = min(2 * self._delay or AGAIN_SECONDS, MAX_AGAIN_SECONDS)
+        self._start_after = now + self._delay
+        log.warning(
+            "host.lost",
+            host=self.address,
+            reason=reason,
+            error=self._last_line,
+            restart_in_seconds=self._delay,
         )
+        self._report_once(f"host {self.address}: {reason}; it is started again")
+
+    def _report_once(self, text: str) -> None:
+        """Report a line that no attempt before this one brought, since the host was last there."""
+        if text not in self._reported:
+            self._reported.add(text)
+            self._report(text)
 
     def drain(self) -> None:
         """Let the supervisor drain its workers and end: its stdin ends."""
@@ -197,39 +266,56 @@ class OtherHost:
 
     def _start(self) -> None:
         self._last_line = ""
-        self._process = process = start_command(self._command, pipe_bytes=PIPE_BYTES)
+        self._process = process = _start(self._hosts, self._command)
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
-        self._send(self._order)
+        self._unsent = self._order
+        self._send()
         self._reader = threading.Thread(
             target=self._read, args=(process,), name=f"host-{self.address}", daemon=True
         )
         self._reader.start()
         log.info("host.started", host=self.address)
 
-    def _send(self, content: bytes) -> None:
-        """Send bytes; a connection that takes none counts as silent, and its end is seen later."""
+    def _send(self) -> None:
+        """Send what the pipe has room for; a connection that takes nothing counts as silent, and
+        its end is seen later.
+        """
         if self._process is not None and self._process.stdin is not None:
             with suppress(OSError):
-                os.write(self._process.stdin.fileno(), content)
+                while self._unsent:
+                    size = os.write(self._process.stdin.fileno(), self._unsent)
+                    self._unsent = self._unsent[size:]
 
     def _read(self, process: Process) -> None:
         if process.stdout is None:
             return
+        is_there = False
         with process.stdout as output:
             for line in output:
-                if text := line.decode(errors="replace").strip():
+                text = line.decode(errors="replace").strip()
+                if text == JOINED:
+                    is_there = self._has_joined = True
+                    self._delay = 0.0
+                    self._reported.clear()
+                    self._report(f"host {self.address} has joined")
+                elif text:
                     self._last_line = text
-                    self._report(f"host {self.address}: {text}")
+                    report = self._report if is_there else self._report_once
+                    report(f"host {self.address}: {text}")
 
 
 class OtherHosts:
     """All other hosts of a run."""
 
-    def __init__(self, config: RunConfig, report: Report) -> None:
+    def __init__(self, config: RunConfig, report: Report, *, num_steps: int) -> None:
         """Start nothing yet; see `OtherHost`."""
         indices = range(1, config.hosts.num_hosts)
-        self._hosts = [OtherHost(config, index, report) for index in indices]
+        num_gpus = len(find_gpus()) if indices else 0
+        self._hosts = [
+            OtherHost(config, index, report, num_gpus=num_gpus, num_steps=num_steps)
+            for index in indices
+        ]
 
     def tend(self) -> None:
         """Start supervisors that don't run; see `OtherHost.tend`."""

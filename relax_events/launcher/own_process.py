@@ -41,13 +41,9 @@ def start_module(
         )
 
 
-def start_command(command: Sequence[str], *, pipe_bytes: int = -1) -> Process:
+def start_command(command: Sequence[str]) -> Process:
     """Start a command whose stdin and stdout, with stderr, are pipes of this process, in a session
     of its own.
-
-    Args:
-        command: Its words.
-        pipe_bytes: Room of the pipes; the kernel's by default.
     """
     return subprocess.Popen(
         command,
@@ -55,5 +51,4 @@ def start_command(command: Sequence[str], *, pipe_bytes: int = -1) -> Process:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        pipesize=pipe_bytes,
     )

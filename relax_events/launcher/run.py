@@ -33,7 +33,7 @@ from relax_events.launcher.broker_keeper import BrokerKeeper
 from relax_events.launcher.closing_report import ClosingReport
 from relax_events.launcher.fork_client import ForkServer, StartInterrupted
 from relax_events.launcher.managed_process import Progress
-from relax_events.launcher.other_hosts import SILENCE_SECONDS, OtherHosts
+from relax_events.launcher.other_hosts import JOINED, SILENCE_SECONDS, OtherHosts
 from relax_events.launcher.preparation import fetch_named
 from relax_events.launcher.session_events import SessionEvents
 from relax_events.launcher.supervisor import Supervisor
@@ -63,6 +63,7 @@ from relax_events.session.defaults import (
     log_derived,
     resolve_defaults,
 )
+from relax_events.session.gpus import find_gpus
 from relax_events.session.principals import apply_principal, remove_credentials
 from relax_events.session.records import RunSessions, find_active
 from relax_events.session.resume import (
@@ -177,12 +178,13 @@ class RunSession:
 
     def _run_workers(self, supervisor: Supervisor, admin: Admin, display: ProgressDisplay) -> None:
         """Run the workers of all hosts until the run ends, and stop them."""
-        hosts = OtherHosts(self._config, display.print_line)
+        num_steps = self._progress().num_steps
+        hosts = OtherHosts(self._config, display.print_line, num_steps=num_steps)
         try:
             if self._state.ended is None and not self._drain.requested:
                 self._warn_of_other_sessions(display)
                 with suppress(StartInterrupted):
-                    supervisor.start()
+                    supervisor.start(num_steps=num_steps)
                     self._watch(supervisor, hosts, admin, display)
         finally:
             hosts.drain()
@@ -428,15 +430,17 @@ class RunSession:
 class JoinedSession(RunSession):
     """The part of another host in a session: its share of the workers, and nothing else."""
 
-    def __init__(self, config: RunConfig, *, host: int) -> None:
+    def __init__(self, config: RunConfig, *, host: int, num_gpus: int, num_steps: int) -> None:
         """Prepare it; nothing is started yet.
 
         Args:
             config: The resolved run, as the first host has it.
             host: This machine, among those of `hosts.addresses`.
+            num_gpus: Of the first host.
+            num_steps: Committed train steps when the first host's session began.
         """
         super().__init__(config)
-        self._host = host
+        self._host, self._num_gpus, self._num_steps = host, num_gpus, num_steps
 
     def drain(self) -> None:
         """Let the workers drain, and `run` return."""
@@ -447,7 +451,8 @@ class JoinedSession(RunSession):
 
         Raises:
             ConfigError: Something that the run file names is not on this host.
-            RunFailed: A worker keeps failing, or an earlier supervisor of the run does not end.
+            RunFailed: A worker keeps failing, an earlier supervisor of the run does not end, or
+                this host has not as many GPUs as the first.
         """
         address = self._config.hosts.addresses[self._host]
         folder = self._config.run_directory / "hosts" / address
@@ -461,6 +466,7 @@ class JoinedSession(RunSession):
         self._drain.listen_to_signals()
         with ExitStack() as stack:
             self._wait_for_earlier_supervisor(folder)
+            self._require_as_many_gpus(address)
             self._sessions = stack.enter_context(RunSessions(folder))
             display = stack.enter_context(
                 ProgressDisplay(self._config, tty=False, stream=sys.stdout)
@@ -473,8 +479,9 @@ class JoinedSession(RunSession):
                 )
             self._config = apply_principal(self._config, OPERATOR)
             resolved = self._write_resolved()
-            starter = ForkServer.from_config(self._config)
+            starter = ForkServer.from_config(self._config, held=self._sessions.lock)
             stack.callback(starter.close)
+            self._drain.on_start(starter.interrupt)
             supervisor = Supervisor(self._config, resolved, starter, host=self._host)
             self._follow(stack)
             self._codec.frame()
@@ -482,22 +489,36 @@ class JoinedSession(RunSession):
                 closing(SessionEvents.open(self._config, self._codec))
             )
             try:
-                if self._state.ended is None and not self._drain.requested:
-                    supervisor.start()
-                while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
-                    self._tend_workers(supervisor, display)
+                with suppress(StartInterrupted):
+                    if self._state.ended is None and not self._drain.requested:
+                        supervisor.start(num_steps=self._num_steps)
+                        print(JOINED, flush=True)
+                    while self._state.ended is None and not self._drain.wait(TURN_SECONDS):
+                        self._tend_workers(supervisor, display)
             finally:
                 self._stop(supervisor)
 
+    def _require_as_many_gpus(self, address: str) -> None:
+        """Refuse another number than the first host's: each host places all workers, by the
+        devices of all.
+        """
+        if (num_gpus := len(find_gpus())) != self._num_gpus:
+            raise RunFailed(
+                f"host {address} has {num_gpus} GPUs, and the first host {self._num_gpus}; see "
+                "nvidia-smi and CUDA_VISIBLE_DEVICES there"
+            )
+
     def _wait_for_earlier_supervisor(self, folder: Path) -> None:
-        """Wait until a supervisor whose connection was lost has noticed it and drained."""
+        """Wait until a supervisor whose connection was lost has noticed it and drained, and the
+        workers of one that was killed have.
+        """
         seconds = SILENCE_SECONDS + self._config.workers.drain_seconds + 2 * AFTER_DRAIN_SECONDS
         deadline = time.monotonic() + seconds
         while (earlier := find_active(folder)) and not self._drain.wait(TURN_SECONDS):
             if time.monotonic() > deadline:
                 raise RunFailed(
-                    f"an earlier supervisor of this host (pid {earlier.pid}) has not ended within "
-                    f"{seconds:g} s; end it"
+                    f"an earlier supervisor of this host (pid {earlier.pid}), or a worker of it, "
+                    f"has not ended within {seconds:g} s; end it"
                 )
 
 

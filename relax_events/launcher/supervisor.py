@@ -41,6 +41,7 @@ from relax_events.launcher.managed_process import (
     read_log_tail,
 )
 from relax_events.launcher.worker_processes import (
+    PortTaken,
     WorkerExit,
     WorkerProcesses,
     build_rank_requests,
@@ -59,9 +60,14 @@ ABANDON_ERRORS = {
     BrokerRefused.exit_code: BrokerRefused
 }  # retried at first: new ACLs may still propagate to the brokers
 UNAVAILABLE = frozenset({BrokerUnavailable.__name__, StoreUnavailable.__name__})
-"""Errors of unavailable services: the worker is restarted for as long as the outage takes. With
-several hosts a rank that has lost the others of another host is one, too."""
+"""Errors of unavailable services: the worker is restarted for as long as the outage takes."""
+RANKS_REMEDY = (
+    " (ranks of several hosts must reach each other: see hosts.rendezvous_port and the ports "
+    "behind firewalls, and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on a host with several "
+    "interfaces)"
+)
 UNAVAILABLE_BACKOFF_SECONDS = BACKOFF_SECONDS[1]
+PORT_SECONDS = 10.0  # for a worker to notice that its supervisor is gone
 AFTER_DRAIN_SECONDS = 1.0  # the stop command may reach a worker before this process
 CODES_WITH_GOODBYE = frozenset({0, Fenced.exit_code})
 """Exit codes of workers whose last heartbeat is STOPPED."""
@@ -105,8 +111,7 @@ class Supervisor:
         self._fork_server = fork_server or ForkServer.from_config(config)
         self._processes = {process.worker_id: process for process in self._build_initial()}
         self._num_ports = sum(config.processes().values())
-        self._first_death, self._num_steps = "", 0
-        self._unavailable = UNAVAILABLE | ({RankLost.__name__} if config.hosts.addresses else set())
+        self._first_death, self._num_steps, self._started_at_step = "", 0, 0
 
     def _build_initial(self) -> list[ManagedProcess]:
         pairs = dict(self._config.hosted_pairs())
@@ -267,18 +272,43 @@ class Supervisor:
             name: pid for managed in self._processes.values() for name, pid in managed.pids.items()
         }
 
-    def start(self) -> None:
-        """Start every worker."""
+    def start(self, *, num_steps: int = 0) -> None:
+        """Start every worker.
+
+        Args:
+            num_steps: Committed train steps when the session began.
+        """
+        self._started_at_step = num_steps
         for managed in self._processes.values():
             self._spawn(managed)
 
     def _spawn(self, managed: ManagedProcess) -> None:
         managed.is_killed = False
-        managed.process = WorkerProcesses.start(
-            self._fork_server, managed.requests, logs=managed.logs
-        )
+        try:
+            managed.process = WorkerProcesses.start(
+                self._fork_server, managed.requests, logs=managed.logs
+            )
+        except PortTaken as error:
+            self._wait_for_port(managed, error)
+            return
+        managed.port_deadline = None
         managed.pids_without_goodbye |= managed.process.started_pids
         log.info("worker.spawned", worker_id=managed.worker_id, pid=managed.process.pid)
+
+    def _wait_for_port(self, managed: ManagedProcess, error: PortTaken) -> None:
+        """Start a worker later whose port an earlier process of it holds, which drains.
+
+        Raises:
+            PortTaken: It is held for longer than that takes.
+        """
+        now = time.monotonic()
+        if managed.port_deadline is None:
+            seconds = self._config.workers.drain_seconds + PORT_SECONDS
+            managed.port_deadline = now + seconds
+        elif now >= managed.port_deadline:
+            raise error
+        managed.start_after = now + AFTER_DRAIN_SECONDS
+        log.warning("worker.waits_for_port", worker_id=managed.worker_id, reason=str(error))
 
     def poll(self, progress: Progress) -> list[str]:
         """Check the processes once, and restart the processes that are due.
@@ -319,7 +349,10 @@ class Supervisor:
         console.
         """
         ending = process.exit()
-        is_unavailable = ending.error is not None and ending.error.error_class in self._unavailable
+        is_lost = self._is_lost(ending)
+        is_unavailable = (ending.error is not None and ending.error.error_class in UNAVAILABLE) or (
+            is_lost and progress.num_steps > self._started_at_step
+        )
         is_commanded = managed.is_killed or (ending.code == RESTART_CODE and not is_unavailable)
         counts = (
             not is_commanded and not is_unavailable
@@ -336,8 +369,8 @@ class Supervisor:
                 self._first_death = f"{ending.worker_id}: {ending.text}"
                 self._num_steps = progress.num_steps
         is_too_often = counts and managed.deaths.exceeds(
-            self._config.workers.max_restarts, is_elastic=managed.is_elastic
-        )
+            self._config.workers.max_restarts + is_lost, is_elastic=managed.is_elastic
+        )  # one more for a rank that others have lost: theirs is the error to end with
         if ending.has_client_abort:
             self._fetch_single_batches()
         if ending.code in FATAL_CODES or is_too_often:
@@ -359,6 +392,16 @@ class Supervisor:
         managed.process, managed.start_after = None, time.monotonic() + delay
         what = KILLED if is_commanded else f"died: {ending.text[:MAX_NOTE]}"
         return f"{ending.worker_id} {what}; it is restarted; log: {ending.log_path}"
+
+    def _is_lost(self, ending: WorkerExit) -> bool:
+        """Return whether a rank ended because it could not reach those of other hosts. Once a step
+        was committed in this session, that is an outage and no fault of the worker.
+        """
+        return (
+            self._config.hosts.num_hosts > 1
+            and ending.error is not None
+            and ending.error.error_class == RankLost.__name__
+        )
 
     def _fetch_single_batches(self) -> None:
         """Fetch single record batches in this process and in all workers that start from now on:
@@ -383,7 +426,8 @@ class Supervisor:
         first = self._first_death
         if first and not any(first.startswith(f"{name}: ") for name in managed.requests):
             causes += f" (the first death since the last committed step: {first})"
-        text = f"{ending.worker_id} {what}: {causes}; log: {ending.log_path}"
+        remedy = RANKS_REMEDY if self._is_lost(ending) else ""
+        text = f"{ending.worker_id} {what}: {causes}{remedy}; log: {ending.log_path}"
         if ending.error is None:
             text += f", which ends in:\n{read_log_tail(ending.log_path)}"
         log.error(

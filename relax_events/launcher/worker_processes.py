@@ -5,6 +5,7 @@ trainer; and lists the modules that a role's worker imports before its work star
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
 import socket
 import subprocess
@@ -38,6 +39,10 @@ CLIENT_ABORT_TEXT = (
     "whose checksum fails; processes that start from now on "
     "fetch single record batches, to name it (RELAX_FETCH_SINGLE_BATCHES=1)"
 )
+
+
+class PortTaken(EnvironmentProblem):
+    """A process listens on the port that a run file names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +133,8 @@ def _listen(address: str, port: int) -> socket.socket:
     try:
         return socket.create_server((LOOPBACK if address == LOOPBACK else "", port), backlog=128)
     except OSError as error:
-        raise EnvironmentProblem(
+        kind = PortTaken if port and error.errno == errno.EADDRINUSE else EnvironmentProblem
+        raise kind(
             f"rank 0 can't listen on port {port} for the ranks of other hosts "
             f"({error.strerror}); set hosts.rendezvous_port"
         ) from error
@@ -157,7 +163,8 @@ class WorkerProcesses:
             logs: The folder of their logs, one each.
         Raises:
             RunFailed: The fork server can't be started.
-            EnvironmentProblem: The port of rank 0 is taken.
+            PortTaken: A process listens on the port of rank 0.
+            EnvironmentProblem: Rank 0 can't listen for another reason.
         """
         first = next(iter(requests.values())).environment
         if first.get("RANK") != "0":

@@ -169,9 +169,10 @@ class WorkerTable:
     def __init__(self, config: RunConfig, *, since_micros: int) -> None:
         self._since = since_micros
         self._order = list(config.roles())
-        self._local = {
+        self._expected = {
             f"{role}-{index}" for role, count in config.roles().items() for index in range(count)
         }
+        self._local = set[str]() if config.hosts.num_hosts > 1 else set(self._expected)
         self._workers_config = config.workers
         self._processes: dict[str, tuple[str, int]] = {}
         self._restarts: dict[str, int] = {}
@@ -191,7 +192,7 @@ class WorkerTable:
             if heartbeat.sent_at >= self._since
         }
         self._local |= alive.keys()
-        names = sorted(self._local | heartbeats.keys(), key=self._sort_key)
+        names = sorted(self._expected | self._local | heartbeats.keys(), key=self._sort_key)
         return [
             self._row(
                 name, heartbeats.get(name), state, alive=bool(alive.get(name)), now=now_micros

@@ -79,6 +79,13 @@ class RunSessions(AbstractContextManager["RunSessions"]):
                 self._file.write(_line(replace(self._session, ended_at=now_micros())))
             self._file.close()
 
+    @property
+    def lock(self) -> tuple[int, ...]:
+        """The descriptor of the file that is locked while this session works; where other processes
+        hold it, too, until the last of them has ended.
+        """
+        return (self._file.fileno(),) if self._file is not None else ()
+
     def is_alone(self) -> bool:
         """Return whether no other session is active."""
         return self._file is not None and _lock(self._file)

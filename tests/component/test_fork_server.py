@@ -24,6 +24,7 @@ from relax_events.launcher import worker_processes as imports
 from relax_events.launcher.fork_client import ForkedWorker, ForkServer, StartInterrupted
 from relax_events.launcher.fork_protocol import SpawnRequest
 from relax_events.launcher.worker_processes import run_modules, worker_modules
+from relax_events.session.records import RunSessions, find_active
 
 pytestmark = pytest.mark.unit
 STAND_IN = "tests.unit.stand_in"
@@ -180,6 +181,23 @@ def test_fork_server_exits_when_its_channel_closes_and_leaves_workers_running(
     worker.kill_group()
     assert worker.wait(SECONDS) == -signal.SIGKILL
     assert (tmp_path / "starter.log").read_text() == ""
+
+
+def test_session_counts_as_active_until_the_last_worker_of_a_killed_one_has_ended(
+    tmp_path: Path,
+) -> None:
+    sessions = RunSessions(tmp_path).__enter__()
+    starter = ForkServer(os.environ, tmp_path / "starter.log", held=sessions.lock)
+    worker = started(starter, tmp_path / "worker.log", "drain")
+    assert sessions._file is not None
+    sessions._file.close()  # as a kill does, which writes no end
+    starter.close()
+    assert find_active(tmp_path) is not None
+    worker.kill_group()
+    assert worker.wait(SECONDS) == -signal.SIGKILL
+    deadline = time.monotonic() + SECONDS
+    while find_active(tmp_path) is not None:
+        assert time.monotonic() < deadline
 
 
 def test_error_names_the_log_of_a_fork_server_that_cannot_start(tmp_path: Path) -> None:

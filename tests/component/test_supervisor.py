@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from relax_events.config import RunConfig
 from relax_events.errors import (
     BrokerRefused,
     ConfigError,
+    EnvironmentProblem,
     Fenced,
     RelaxError,
     RunFailed,
@@ -243,6 +245,80 @@ def test_run_continues_while_steps_are_committed_or_broker_or_store_is_down(
         supervisor.poll(Progress())
         for num_steps in range(1, 4):
             assert len(died_again(supervisor, Progress(num_steps=num_steps * has_steps))) == 1
+
+
+OTHER_HOSTS: dict[str, Any] = {
+    "broker": {"partitions_per_version": 2, "bootstrap_servers": "10.0.0.9:9092"},
+    "hosts": {"addresses": ["10.0.0.1", "10.0.0.2"]},
+}
+
+
+def keep_first(supervisor: Supervisor) -> None:
+    for managed in list(supervisor._processes.values())[1:]:
+        supervisor._processes.pop(managed.worker_id)
+
+
+def test_ranks_that_never_meet_end_the_run_with_what_to_check(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
+    supervisor = ended(make_run_config(workers={"max_restarts": 1}, **OTHER_HOSTS), "RankLost")
+    keep_first(supervisor)
+    supervisor._started_at_step = 7
+    supervisor.poll(Progress(num_steps=7))
+    assert len(died_again(supervisor, Progress(num_steps=7))) == 1, (
+        "one more than of others: where another host's rank fails, its error ends the run"
+    )
+    with pytest.raises(RunFailed, match=r"hosts\.rendezvous_port .* GLOO_SOCKET_IFNAME"):
+        died_again(supervisor, Progress(num_steps=7))
+
+
+def test_ranks_that_have_met_wait_for_a_lost_host(
+    make_run_config: MakeRunConfig, ended: MakeEnded
+) -> None:
+    supervisor = ended(make_run_config(workers={"max_restarts": 1}, **OTHER_HOSTS), "RankLost")
+    keep_first(supervisor)
+    supervisor._started_at_step = 7
+    supervisor.poll(Progress(num_steps=8))
+    for _ in range(4):
+        assert len(died_again(supervisor, Progress(num_steps=8))) == 1
+
+
+@pytest.mark.parametrize("addresses", [[], ["10.0.0.1"]])
+def test_lost_ranks_of_one_host_are_deaths(
+    make_run_config: MakeRunConfig, ended: MakeEnded, addresses: list[str]
+) -> None:
+    settings = OTHER_HOSTS | {"hosts": {"addresses": addresses}}
+    supervisor = ended(make_run_config(workers=NO_RESTART, **settings), "RankLost")
+    with pytest.raises(RunFailed, match=r"no room for 7.42 GiB; log"):
+        supervisor.poll(Progress(num_steps=1))
+
+
+def test_rank_0_waits_for_the_port_of_an_earlier_process(
+    make_run_config: MakeRunConfig, tmp_path: Path
+) -> None:
+    with socket.create_server(("", 0)) as earlier:
+        hosts = OTHER_HOSTS["hosts"] | {"rendezvous_port": earlier.getsockname()[1]}
+        config = make_run_config(trainer={"ranks": 2}, **OTHER_HOSTS | {"hosts": hosts})
+        supervisor = Supervisor(config, tmp_path / "run.json")
+        trainer = supervisor._processes["trainer-0"]
+        supervisor._processes = {"trainer-0": trainer}
+        trainer.requests = {
+            name: replace(order, module="tests.unit.stand_in", imports=[], arguments=["drain"])
+            for name, order in trainer.requests.items()
+        }
+        supervisor.start()
+        deadline, trainer.start_after = trainer.port_deadline, 0.0
+        assert deadline is not None
+        supervisor.poll(Progress())
+        assert trainer.port_deadline == deadline
+        assert not trainer.is_running
+        trainer.start_after = trainer.port_deadline = 0.0
+        with pytest.raises(EnvironmentProblem, match=r"set hosts\.rendezvous_port"):
+            supervisor.poll(Progress())
+    trainer.port_deadline, trainer.start_after = deadline, 0.0
+    supervisor.poll(Progress())
+    assert [*trainer.pids] == ["trainer-0"]
+    supervisor.stop(timeout_seconds=100)
 
 
 def test_supervisor_does_not_count_workers_killed_by_the_health_manager(

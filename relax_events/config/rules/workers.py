@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from relax_events.config.run_config import RunConfig
 
 
-ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]*")
+ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """A host's name or number: no option of a program, and no path."""
 
 
@@ -59,7 +59,12 @@ def check_hosts(config: RunConfig) -> Iterator[str]:
     if not addresses:
         return
     key = f"hosts.addresses = {list(addresses)}"
-    if wrong := [one for one in addresses if not ADDRESS.fullmatch(one) or is_loopback(one)]:
+    if colons := [one for one in addresses if ":" in one]:
+        yield (
+            f"{key} names {colons[0]!r}, and ranks of several hosts meet by IPv4, at "
+            "hosts.rendezvous_port; give names or IPv4 addresses, without ports"
+        )
+    elif wrong := [one for one in addresses if not ADDRESS.fullmatch(one) or is_loopback(one)]:
         yield (
             f"{key} names {wrong[0]!r}, by which no other host reaches it; give names or addresses "
             "in your network"

@@ -23,6 +23,7 @@ BROKER = {"bootstrap_servers": "10.0.0.9:9092"}
         ({"addresses": ["a", "localhost"]}, BROKER, "'localhost', by which no other host"),
         ({"addresses": ["a", "-oProxyCommand=x"]}, BROKER, "'-oProxyCommand=x', by which"),
         ({"addresses": ["a", "b;c"]}, BROKER, "'b;c', by which"),
+        ({"addresses": ["a", "fd00::2"]}, BROKER, "'fd00::2', .* IPv4"),
         ({"addresses": ["a", "b"]}, {"bootstrap_servers": "embedded"}, "loopback address alone"),
         ({"addresses": ["a", "b"], "command": ["ssh"]}, BROKER, "names no host"),
     ],

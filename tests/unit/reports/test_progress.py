@@ -95,6 +95,19 @@ def test_workers_of_an_ended_run_wait_for_nothing() -> None:
     assert {row.state for row in table.rows(state, alive={}, now_micros=0)} == {"ended"}
 
 
+def test_only_workers_of_this_host_are_down_when_their_processes_are_gone() -> None:
+    hosts = run_config().hosts.model_copy(update={"addresses": ("a", "b")})
+    config = run_config().model_copy(update={"hosts": hosts})
+    table, state = WorkerTable(config, since_micros=0), RunState()
+    for worker_id in ("rollout-0", "rollout-1"):
+        state.apply(make_heartbeat(worker_id, at_seconds=99.0))
+    table.rows(state, alive={"rollout-0": True}, now_micros=int(100e6))
+    rows = table.rows(state, alive={}, now_micros=int(100e6))
+    states = {row.worker_id: row.state for row in rows}
+    assert (states["rollout-0"], states["rollout-1"]) == ("down", "working")
+    assert states["prompter-0"] == "waiting"
+
+
 def test_worker_table_distinguishes_states() -> None:
     table = WorkerTable(run_config(), since_micros=int(50e6))
     state = RunState()
