@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,6 +35,7 @@ class _Played:
     """One model's prompts, as far as they were played."""
 
     groups: list[TriedGroup]
+    num_asked: int = 0
     seconds: float = 0.0
     is_interrupted: bool = False
 
@@ -82,11 +84,14 @@ def try_task(
     if prompts < 1 or (samples is not None and samples < 1) or seconds <= 0:
         raise ConfigError("-n, --samples and --seconds must be at least 1")
     prices = _read_prices(price)
+    server = ChatServer(url=url, token_variable=key_variable) if url else None
+    if server is not None:
+        server.check_token()
     results, tree, is_good, is_interrupted = [], [], True, False
     for name in model or (["run"] if not url else [""]):
         playing = _Playing(config, overrides, name, prompts, samples, seconds)
-        if url and name != "run" and not (name and Path(name).exists()):
-            playing.server = ChatServer(url=url, model=name, token_variable=key_variable)
+        if server is not None and name != "run" and not (name and Path(name).exists()):
+            playing.server = replace(server, model=name)
         played = playing.play(print_group=None if output == "json" else _Printer(is_full=full))
         summary, findings = playing.judge(played, prices)
         results.append(summary)
@@ -153,6 +158,7 @@ class _Playing:
             for group in bench.end():
                 self._keep(played, group, print_group)
             played.seconds, self.billed = time.monotonic() - started, bench.billed
+            played.num_asked = bench.num_asked
         return played
 
     def _keep(self, played: _Played, group: TriedGroup, print_group: _Printer | None) -> None:
@@ -168,6 +174,7 @@ class _Playing:
             played.groups,
             model=self.name,
             seconds=played.seconds,
+            num_asked=played.num_asked,
             prices=prices,
             billed=self.billed,
         )
@@ -177,6 +184,8 @@ class _Playing:
             max_new_tokens=self.engine.sampling.max_new_tokens,
             max_context_tokens=self.engine.max_context_tokens,
             multi_turn=self.has_environment,
+            num_asked=played.num_asked,
+            max_seconds=math.inf if played.is_interrupted else self.seconds,
         )
         return summary, findings
 
@@ -275,7 +284,9 @@ def _print_summary(played: _Played, summary: Summary, findings: Sequence[Finding
     margin = "" if summary.reward_stderr is None else f" +- {summary.reward_stderr:.3f}"
     fields: dict[str, Any] = {
         "model": summary.model,
-        "samples": f"{summary.num_samples}, of {summary.num_prompts} prompts",
+        "samples": (
+            f"{summary.num_samples}, of {summary.num_prompts} of {summary.num_asked} prompts"
+        ),
         "reward": f"{mean}{margin}, spread {format_number(summary.reward_spread)}",
         "equal rewards": f"in {summary.num_equal} of {summary.num_compared} prompt groups",
         "ended by": (

@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from relax_events.config import RunConfig
 from relax_events.data.prompt_filter import build_filters
 from relax_events.data.prompt_sampler import PromptSampler, SelectedRow
 from relax_events.data.rendering import PromptRenderer
@@ -80,11 +82,14 @@ class TriedGroup:
         issued: The prompt.
         samples: Those that ended and are usable; all of the prompt group unless it was ended early.
         failure: Why it has fewer samples than a run needs; empty if it has enough.
+        cause: Of the failure: no engine got the prompt, its samples were lost, or the time limit or
+            Ctrl-C stopped it.
     """
 
     issued: PromptGroupIssued
     samples: list[TriedSample] = field(default_factory=list)
     failure: str = ""
+    cause: Literal["", "refused", "lost", "stopped"] = ""
 
 
 class Workbench:
@@ -122,6 +127,8 @@ class Workbench:
         self._done: dict[str, TriedGroup] = {}
         self._submitted: dict[str, float] = {}
         self._ended: dict[str, float] = {}
+        self.num_asked = 0
+        """Prompts that `play` was asked for, and the data has."""
 
     @property
     def billed(self) -> tuple[int, int] | None:
@@ -132,8 +139,8 @@ class Workbench:
         """Yield prompts in the order of the run, with their samples, as soon as these are generated
         and scored; the others are left for `end` at the deadline.
         """
-        count = min(num_prompts, self._stream.num_rows)
-        waiting = deque(enumerate(self._sampler.next_rows(count, train_step=0)))
+        self.num_asked = min(num_prompts, self._stream.num_rows)
+        waiting = deque(enumerate(self._sampler.next_rows(self.num_asked, train_step=0)))
         due = deque(_choose_slot(index, choice).prompt_group_id for index, choice in waiting)
         while due and not deadline.passed:
             while waiting and self._has_room():
@@ -153,7 +160,12 @@ class Workbench:
         for group in self._running.values():
             ended = self._finish(group)
             count = f"{len(group.samples)} of {group.issued.samples_per_prompt}"
-            yield replace(ended, failure=f"{count} samples had ended when it was stopped")
+            failure = f"{count} samples had ended when it was stopped"
+            if lost := group.lost:
+                failure += f"; {len(lost)} lost, first: {lost[0].error}"
+            yield replace(
+                ended, failure=failure, cause="lost" if lost and not ended.samples else "stopped"
+            )
         self._done, self._running = {}, {}
 
     def _has_room(self) -> bool:
@@ -184,7 +196,7 @@ class Workbench:
                 )
             )
         except (PoisonSample, ValueError) as error:
-            refused = TriedGroup(issued, failure=f"the prompt is refused: {error}")
+            refused = TriedGroup(issued, failure=f"the prompt is refused: {error}", cause="refused")
             self._done[issued.prompt_group_id] = refused
             return
         self._running[issued.prompt_group_id] = group
@@ -203,9 +215,10 @@ class Workbench:
 
     def _finish(self, group: InflightGroup) -> TriedGroup:
         """Score the samples of a prompt group that have ended."""
-        config = self.config
+        config, failure = self.config, self._find_failure(group)
+        cause: Literal["", "lost"] = "lost" if failure else ""
         if len(group.lost) == len(group.samples):
-            return TriedGroup(group.issued, failure=self._find_failure(group))
+            return TriedGroup(group.issued, failure=failure, cause=cause)
         samples = [
             build_sample_event(
                 group,
@@ -229,7 +242,7 @@ class Workbench:
             )
             for sample in samples
         ]
-        return TriedGroup(group.issued, tried, self._find_failure(group))
+        return TriedGroup(group.issued, tried, failure, cause)
 
     def _find_failure(self, group: InflightGroup) -> str:
         """Return why a run would not train a prompt group that lost samples; fewer samples than a
@@ -290,20 +303,14 @@ def open_workbench(
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-try-"))
         tried = _leave_the_run_alone(run, Path(folder), samples_per_prompt)
-        if server is not None:  # it reports no experts
-            model = tried.config.model.routing_freely
-            tried = CheckedRun(tried.config.model_copy(update={"model": model}))
+        if server is not None:
+            tried = _need_text_alone(tried)
         prepare_run(tried.config, levels=(Level.FILE,))
         config, _ = tried.resolution
         assert config.computed_reward is not None, "refused before"
         rewards = stack.enter_context(RewardPool(config.computed_reward))
-        renderer = PromptRenderer.from_folder(
-            config.model.path,
-            config.data,
-            media=config.model.media,
-            tool_format=config.environment.tool_call_format,
-        )
-        chat = None if server is None else ChatEngine(server, renderer)
+        renderer = _load_renderer(config)
+        chat = None if server is None else ChatEngine(server, _load_renderer(config))
         engine = open_rollout_engine(
             bound_engine_rows(config),
             name=config.engine.name,
@@ -312,6 +319,24 @@ def open_workbench(
         )
         stack.callback(engine.close)
         yield Workbench(tried, engine, renderer, rewards, chat=chat)
+
+
+def _load_renderer(config: RunConfig) -> PromptRenderer:
+    return PromptRenderer.from_folder(
+        config.model.path,
+        config.data,
+        media=config.model.media,
+        tool_format=config.environment.tool_call_format,
+    )
+
+
+def _need_text_alone(run: CheckedRun) -> CheckedRun:
+    """Return a run for a server as its engine, which reports neither experts nor top tokens."""
+    config, algorithm = run.config, run.config.algorithm
+    if algorithm.num_rollout_top_tokens:
+        algorithm = algorithm.model_copy(update={"distill_tokens": "teacher_topk"})
+    model = config.model.routing_freely
+    return CheckedRun(config.model_copy(update={"model": model, "algorithm": algorithm}))
 
 
 def _leave_the_run_alone(run: CheckedRun, folder: Path, samples_per_prompt: int) -> CheckedRun:

@@ -39,6 +39,8 @@ class Summary:
 
     Attributes:
         model: Its folder, or its name at a server.
+        num_asked: Prompts to play.
+        num_prompts: Those of them that were begun.
         reward_mean: Over the samples that have a reward.
         reward_stderr: Of that mean, over the means of prompt groups.
         reward_spread: Standard deviation over the samples.
@@ -50,6 +52,7 @@ class Summary:
     """
 
     model: str
+    num_asked: int
     num_prompts: int
     num_samples: int
     num_scored: int
@@ -75,6 +78,7 @@ def summarise(
     *,
     model: str,
     seconds: float,
+    num_asked: int,
     prices: TokenPrices | None = None,
     billed: tuple[int, int] | None = None,
 ) -> Summary:
@@ -84,6 +88,7 @@ def summarise(
         groups: The prompts with their samples.
         model: Its folder or name.
         seconds: Of the whole play.
+        num_asked: Prompts to play.
         prices: Of its tokens, if they are known.
         billed: Prompt and completion tokens that a server counted; by default those of the
             samples.
@@ -97,6 +102,7 @@ def summarise(
     all_rewards = [reward for group in groups for reward in list_rewards(group)]
     return Summary(
         model=model,
+        num_asked=num_asked,
         num_prompts=len(groups),
         num_samples=len(samples),
         num_scored=len(all_rewards),
@@ -109,7 +115,7 @@ def summarise(
         num_late=reasons[FinishReason.LATE],
         num_lost=reasons[FinishReason.LOST],
         num_reward_errors=sum(bool(one.score and one.score.error) for one in samples),
-        num_refused=sum(not group.samples for group in groups),
+        num_refused=sum(group.cause == "refused" for group in groups),
         num_prompt_tokens=num_read,
         num_sampled_tokens=num_sampled,
         tokens_mean=num_sampled / len(samples) if samples else None,
@@ -160,6 +166,8 @@ def find_problems(
     max_new_tokens: int | None,
     max_context_tokens: int | None,
     multi_turn: bool = False,
+    num_asked: int = 0,
+    max_seconds: float = math.inf,
 ) -> list[Finding]:
     """Return what would keep a run on these prompts from learning, each with its remedy.
 
@@ -168,11 +176,14 @@ def find_problems(
         max_new_tokens: Bound of a sample's sampled tokens.
         max_context_tokens: Bound of prompt and completion together.
         multi_turn: Whether an environment or a program talks with the policy.
+        num_asked: Prompts to play.
+        max_seconds: Of the play; infinite where a person ended it.
     """
     samples = [sample for group in groups for sample in group.samples]
     limits = max_new_tokens, max_context_tokens
     return [
         *_find_refused(groups),
+        *_find_stopped(groups, num_asked, max_seconds),
         *_find_truncated(samples, limits, multi_turn=multi_turn),
         *_find_late(samples),
         *_find_lost(groups, samples),
@@ -184,10 +195,22 @@ def find_problems(
 
 def _find_refused(groups: Sequence[TriedGroup]) -> Iterator[Finding]:
     """Prompts that no engine got, such as those whose tools the chat template does not show."""
-    refused = [one.failure for one in groups if not one.samples and "is refused" in one.failure]
+    refused = [one.failure for one in groups if one.cause == "refused"]
     if refused:
         yield _build_finding(
             "prompts", f"{len(refused)} of {len(groups)} prompts can't be generated: {refused[0]}"
+        )
+
+
+def _find_stopped(
+    groups: Sequence[TriedGroup], num_asked: int, max_seconds: float
+) -> Iterator[Finding]:
+    num_ended = sum(one.cause != "stopped" for one in groups)
+    if num_ended < num_asked and math.isfinite(max_seconds):
+        yield _build_finding(
+            "time",
+            f"{num_ended} of {num_asked} prompts ended within {max_seconds:g} s: raise --seconds, "
+            "or ask for fewer prompts",
         )
 
 
@@ -223,7 +246,7 @@ def _find_late(samples: Sequence[TriedSample]) -> Iterator[Finding]:
 
 def _find_lost(groups: Sequence[TriedGroup], samples: Sequence[TriedSample]) -> Iterator[Finding]:
     errors = [one.sample.error for one in samples if one.sample.finish_reason is FinishReason.LOST]
-    failed = [one.failure for one in groups if not one.samples and "is refused" not in one.failure]
+    failed = [one.failure for one in groups if not one.samples and one.cause == "lost"]
     if errors or failed:
         counts = f"{len(errors)} samples and {len(failed)} whole prompt groups were lost"
         yield _build_finding("samples", f"{counts}; the first: {(errors + failed)[0]}")

@@ -56,7 +56,7 @@ async def post_json(
     """Send a JSON document and return the JSON document of the reply.
 
     Connection errors, timeouts and the status codes of a busy or failing service are retried after
-    a doubling pause; other errors are final.
+    a doubling pause; other errors are final. No error shows the token.
 
     Args:
         url: URL of the service.
@@ -68,17 +68,12 @@ async def post_json(
         pause_seconds: Pause before the second attempt.
     Raises:
         RewardError: The service did not respond with JSON, with its last error; its reply is
-            compressed or too large; or the token would leave this machine unencrypted.
+            compressed or too large; or as of `read_token`.
     """
-    if token_variable and is_in_clear(url):
-        raise RewardError(
-            f"the token in {token_variable} would be sent unencrypted to {url}; take an "
-            "https address, or leave token_variable out"
-        )
     problem = ""
     headers = {"Accept-Encoding": "identity"}
     if token_variable:
-        headers["Authorization"] = f"Bearer {os.environ.get(token_variable, '')}"
+        headers["Authorization"] = f"Bearer {read_token(token_variable, url=url)}"
     for attempt in range(retries + 1):
         if attempt:
             await asyncio.sleep(
@@ -91,6 +86,9 @@ async def post_json(
         except TimeoutError:
             problem = f"no complete reply within {seconds:g} s"
             continue
+        except import_client().LocalProtocolError:
+            problem = "a request that HTTP does not allow"  # its text quotes headers: the token
+            continue
         except import_client().TransportError as error:
             problem = f"{type(error).__name__}: {error}"
             continue
@@ -100,6 +98,34 @@ async def post_json(
     raise RewardError(
         f"{url} failed {retries + 1} time(s), at last with {problem}; is the service up?"
     )
+
+
+def read_token(variable: str, *, url: str) -> str:
+    """Return the bearer token of an environment variable, without white space around it.
+
+    Args:
+        variable: Its name.
+        url: Address that the token is for.
+    Raises:
+        RewardError: The token would leave this machine unencrypted; the variable is not set or
+            empty; or no header can hold the token. The text names the variable, without its value.
+    """
+    if is_in_clear(url):
+        raise RewardError(
+            f"the token in {variable} would be sent unencrypted to {url}; take an "
+            "https address, or leave token_variable out"
+        )
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise RewardError(
+            f"the environment variable {variable} is not set or empty; put the token into it"
+        )
+    if not (token.isascii() and token.isprintable()):
+        raise RewardError(
+            f"the token in {variable} has a control character, or one beyond ASCII; put the token "
+            "alone into it"
+        )
+    return token
 
 
 async def _exchange(

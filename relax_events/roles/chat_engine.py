@@ -27,11 +27,17 @@ from relax_events.engines.protocol import (
     GenerationRequest,
     SampleRequest,
 )
-from relax_events.errors import PoisonSample, RewardError, WeightsError
+from relax_events.errors import ConfigError, PoisonSample, RewardError, WeightsError
 from relax_events.events.json_text import parse_json
 from relax_events.events.parts import ChatMessage, FinishReason, VersionSegment
 from relax_events.objects.store import list_message_media
-from relax_events.rewards.http_client import build_chat_url, close_client, import_client, post_json
+from relax_events.rewards.http_client import (
+    build_chat_url,
+    close_client,
+    import_client,
+    post_json,
+    read_token,
+)
 from relax_events.runtime.loop_thread import LoopThread
 from relax_events.weights import Weights
 
@@ -56,6 +62,19 @@ class ChatServer:
     token_variable: str = ""
     seconds: float = 300.0
 
+    def check_token(self) -> None:
+        """Refuse a token that can't be sent.
+
+        Raises:
+            ConfigError: The text names --key-variable and the variable, without its value.
+        """
+        if not self.token_variable:
+            return
+        try:
+            read_token(self.token_variable, url=self.url)
+        except RewardError as error:
+            raise ConfigError(f"--key-variable: {error}") from None
+
 
 class ChatEngine:
     """Implements `Engine`; see the module's docstring."""
@@ -67,7 +86,8 @@ class ChatEngine:
 
         Args:
             server: The server.
-            renderer: Of the policy, for the tokens of replies.
+            renderer: Of the policy, for the tokens of replies, which a thread of the engine
+                renders; not shared.
         Raises:
             EnvironmentProblem: The HTTP client is not installed.
         """
@@ -154,8 +174,8 @@ class ChatEngine:
     async def _complete(
         self, request: GenerationRequest, sample: SampleRequest, context: EnvironmentContext
     ) -> GeneratedSample:
-        """Return the reply as a sample; a server that fails, or a reply that can't be read, ends
-        the sample with the error.
+        """Return the reply as a sample; a server that fails, a reply that can't be read, or an
+        unforeseen error ends the sample with the error.
         """
         group, name, server = request.prompt_group_id, sample.sample_id, self._server
         try:
@@ -168,10 +188,13 @@ class ChatEngine:
                 )
             message, reason = self._read(reply)
             tokens = self._renderer.reply_tokens(context.messages, message, tools=context.tools)
+            if reason is FinishReason.LENGTH and int(tokens[-1]) in request.stop_token_ids:
+                tokens = tokens[:-1]
         except (RewardError, PoisonSample) as error:
             return _build_sample(group, name, FinishReason.ERROR, error=str(error))
-        if reason is FinishReason.LENGTH and int(tokens[-1]) in request.stop_token_ids:
-            tokens = tokens[:-1]
+        except Exception as error:
+            problem = f"the reply of {self._url}: unforeseen {error!r}"
+            return _build_sample(group, name, FinishReason.ERROR, error=problem)
         self.num_tokens += len(tokens)
         return _build_sample(group, name, reason, tokens=tokens.tolist())
 

@@ -137,6 +137,25 @@ def test_token_is_not_sent_unencrypted_to_another_machine(monkeypatch: pytest.Mo
         asyncio.run(post_json("http://judge.example", {}, retries=0, token_variable="JUDGE_TOKEN"))
 
 
+def test_token_is_sent_without_the_end_of_its_line_and_no_error_shows_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.answer = lambda _: 1.0
+    monkeypatch.setenv("REWARD_TOKEN", "open sesame\r\n")
+    asyncio.run(post_json(service.url, {}, token_variable="REWARD_TOKEN"))
+    ((*_, headers),) = service.requests
+    assert headers["Authorization"] == "Bearer open sesame"
+    for value in ("open\rsesame", "open\nsesame", "open\u20acsesame"):
+        monkeypatch.setenv("REWARD_TOKEN", value)
+        with pytest.raises(RewardError, match="the token in REWARD_TOKEN has") as refused:
+            asyncio.run(post_json(service.url, {}, token_variable="REWARD_TOKEN"))
+        assert "sesame" not in str(refused.value)
+    monkeypatch.delenv("REWARD_TOKEN")
+    with pytest.raises(RewardError, match="REWARD_TOKEN is not set or empty"):
+        asyncio.run(post_json(service.url, {}, token_variable="REWARD_TOKEN"))
+    assert len(service.requests) == 1
+
+
 def test_remote_retries_only_transient_failures(service: Service) -> None:
     service.answer = lambda _: 1.0
     service.failures.extend([503, 500])

@@ -20,7 +20,7 @@ from served_model import TOKEN, served
 from relax_events.cli.try_task import try_task
 from relax_events.config import DataConfig
 from relax_events.data.rendering import PromptRenderer
-from relax_events.errors import PoisonSample
+from relax_events.errors import ConfigError, PoisonSample
 from relax_events.events.parts import ChatMessage, ToolCall
 
 ENVIRONMENT = """
@@ -47,21 +47,30 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "calc", "arguments"
 
 @contextmanager
 def answering(*replies: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Serve chat completions on a free port, and give address and bodies; a number is a status."""
+    """Serve chat completions on a free port, and give address and bodies; a number is a status, and
+    bytes are a whole reply.
+    """
     bodies: list[dict[str, Any]] = []
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            reply = replies[(len(bodies) - 1) % len(replies)]
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                reply = replies[len(bodies) % len(replies)]
+                bodies.append(body)
             status = reply if isinstance(reply, int) else 200
             usage = {"prompt_tokens": 10, "completion_tokens": 2}
             choice = (
                 {"message": {"role": "assistant"} | reply, "finish_reason": "stop"}
-                if status == 200
+                if isinstance(reply, dict)
                 else {}
             )
-            content = orjson.dumps({"choices": [choice], "usage": usage})
+            content = (
+                reply
+                if isinstance(reply, bytes)
+                else orjson.dumps({"choices": [choice], "usage": usage})
+            )
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
@@ -186,6 +195,114 @@ def test_server_that_refuses_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     with answering(403) as (url, _):
         assert try_task(write_run(tmp_path), prompts=1, samples=1, url=url) == 6
     assert f"{url}/chat/completions refused with status 403" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "the environment variable MY_KEY is not set or empty"),
+        (" \r\n", "the environment variable MY_KEY is not set or empty"),
+        ("sk-abc\rX-Header: 1", "the token in MY_KEY has a control character"),
+        ("sk-abc\u00e9", "the token in MY_KEY has a control character, or one beyond ASCII"),
+    ],
+)
+def test_key_that_no_header_holds_is_refused_before_anything_is_played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None, text: str
+) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_KEY", value)
+    with (
+        answering({"content": "12"}) as (url, bodies),
+        pytest.raises(ConfigError, match=f"--key-variable: {text}") as refused,
+    ):
+        try_task(write_run(tmp_path), url=url, model=["run", "big"], key_variable="MY_KEY")
+    assert "sk-abc" not in str(refused.value)
+    assert bodies == []
+
+
+def test_unforeseen_error_of_a_reply_costs_its_sample_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = b'{"choices": [{"message": {"role": "assistant", "content": "12"}}], "usage": {"prompt_tokens": 1e999}}'
+    with answering(endless, {"content": "12"}) as (url, _):
+        (played,) = play(write_run(tmp_path), capsys, url=url, prompts=2)
+    rewards = [
+        sample["score"]["reward"] for group in played["prompts"] for sample in group["samples"]
+    ]
+    assert rewards == [1.0]
+    (finding,) = played["findings"]
+    assert finding["what"] == "samples"
+    assert "unforeseen OverflowError" in finding["text"]
+
+
+def test_no_renderer_is_used_by_two_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uses: list[tuple[PromptRenderer, str]] = []
+    encode, decode = PromptRenderer.encode_rendered, PromptRenderer.completion_text
+
+    def note(renderer: PromptRenderer) -> None:
+        uses.append((renderer, threading.current_thread().name))
+
+    def encode_rendered(self: PromptRenderer, text: str) -> Any:
+        note(self)
+        return encode(self, text)
+
+    def completion_text(self: PromptRenderer, tokens: Any, **options: Any) -> str:
+        note(self)
+        return decode(self, tokens, **options)
+
+    monkeypatch.setattr(PromptRenderer, "encode_rendered", encode_rendered)
+    monkeypatch.setattr(PromptRenderer, "completion_text", completion_text)
+    with answering({"content": "12"}) as (url, _):
+        play(write_run(tmp_path), capsys, url=url)
+    pairs = {(id(renderer), thread) for renderer, thread in uses}
+    assert len({thread for _, thread in pairs}) == 2
+    assert len({renderer for renderer, _ in pairs}) == len(pairs)
+
+
+def test_server_needs_no_top_tokens_of_a_distillation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(
+        tmp_path,
+        algorithm={
+            "distill_coefficient": 1.0,
+            "distill_placement": "loss",
+            "distill_tokens": "union",
+            "distill_top_k": 3,
+        },
+        teacher={"model_path": str(tiny_model(seed=4))},
+    )
+    with answering({"content": "12"}) as (url, _):
+        (played,) = play(file, capsys, url=url)
+    assert played["summary"]["num_scored"] == 1
+
+
+def test_time_limit_is_found_with_the_prompts_that_were_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Passing:
+        num_left = 2
+
+        def __init__(self, _: float) -> None: ...
+
+        @property
+        def passed(self) -> bool:
+            self.num_left -= 1
+            return self.num_left < 0
+
+    monkeypatch.setattr("relax_events.deadline.Deadline", Passing)
+    with answering({"content": "12"}) as (url, _):
+        file = write_run(tmp_path, engine={"threads": 1, "max_running_samples": 1})
+        (played,) = play(file, capsys, url=url, prompts=3, seconds=5.0)
+    summary = played["summary"]
+    assert summary["num_asked"] == 3
+    assert summary["num_prompts"] < 3
+    (finding,) = played["findings"]
+    assert finding["what"] == "time"
+    assert "of 3 prompts ended within 5 s: raise --seconds" in finding["text"]
 
 
 def test_reply_with_a_tool_call_becomes_the_tokens_that_the_policy_would_write(

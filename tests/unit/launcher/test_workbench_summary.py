@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from event_samples import issued, rolled_out, scored
@@ -84,8 +85,20 @@ def test_late_and_lost_samples_errors_of_the_reward_and_refused_prompts_are_foun
     lost = build_group([0.0, 1.0], reason=FinishReason.LOST, error="gone")
     assert find(lost)["samples"].endswith("the first: gone")
     assert "1 of 2 samples could not be scored" in find(build_group([None, 1.0]))["reward"]
-    refused = TriedGroup(issued(), failure="the prompt is refused: does not show tools")
-    assert "does not show tools" in find(refused, build_group([0.0, 1.0]))["prompts"]
+    refused = TriedGroup(issued(), failure="does not show tools", cause="refused")
+    assert find(refused, build_group([0.0, 1.0])).keys() == {"prompts"}
+    gone = TriedGroup(issued(), failure="the connection is refused", cause="lost")
+    assert find(gone, build_group([0.0, 1.0])).keys() == {"samples"}
+
+
+def test_prompts_that_the_time_limit_stopped_are_found_and_not_lost() -> None:
+    stopped = TriedGroup(issued(), failure="0 of 2 samples had ended", cause="stopped")
+    groups = [build_group([0.0, 1.0]), stopped]
+    bounds: dict[str, Any] = {"max_new_tokens": 8, "max_context_tokens": 64, "num_asked": 3}
+    (one,) = find_problems(groups, max_seconds=9.0, **bounds)
+    assert one.what == "time"
+    assert one.text.startswith("1 of 3 prompts ended within 9 s: raise --seconds")
+    assert find_problems(groups, **bounds) == [], "Ctrl-C ended it"
 
 
 def test_tools_that_no_sample_used_are_found() -> None:
@@ -97,7 +110,7 @@ def test_tools_that_no_sample_used_are_found() -> None:
 
 def test_numbers_are_those_of_the_samples() -> None:
     groups = [build_group([0.0, 1.0]), build_group([1.0, 1.0]), build_group([None, 0.0])]
-    one = summarise(groups, model="m", seconds=2.0, prices=TokenPrices(1.0, 2.0))
+    one = summarise(groups, model="m", seconds=2.0, num_asked=3, prices=TokenPrices(1.0, 2.0))
     assert (one.num_samples, one.num_scored, one.num_reward_errors) == (6, 5, 1)
     assert one.reward_mean == pytest.approx(0.6)
     assert one.reward_spread == pytest.approx(0.24**0.5)
@@ -106,7 +119,9 @@ def test_numbers_are_those_of_the_samples() -> None:
     assert (one.num_equal, one.num_compared) == (1, 2)
     assert one.num_sampled_tokens == 12
     assert one.cost == pytest.approx((one.num_prompt_tokens + 24) / 1e6)
-    billed = summarise(groups, model="m", seconds=2.0, prices=TokenPrices(1.0, 2.0), billed=(3, 5))
+    billed = summarise(
+        groups, model="m", seconds=2.0, num_asked=3, prices=TokenPrices(1.0, 2.0), billed=(3, 5)
+    )
     assert billed.cost == pytest.approx(13e-6)
 
 
