@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 MARK = "reply:"
@@ -30,8 +31,8 @@ class Reply:
     is_slow: bool = False
 
 
-def _chat(text: str) -> Reply:
-    message = {"role": "assistant", "content": text}
+def _chat(text: str, **fields: Any) -> Reply:
+    message = {"role": "assistant", "content": text} | fields
     return Reply(json.dumps({"choices": [{"message": message}]}).encode())
 
 
@@ -76,10 +77,26 @@ def list_replies(port: int) -> dict[str, Reply]:
     }
 
 
+def list_policy_replies(texts: Iterable[str]) -> dict[str, Reply]:
+    """Return replies to a policy's request, as texts and as arguments of tools.
+
+    Args:
+        texts: Of the replies.
+    """
+    message, usage = b'{"role": "assistant", "content": "a"}', b'{"prompt_tokens": 1e999}'
+    counted = b'{"choices": [{"message": %b}], "usage": %b}' % (message, usage)
+    replies = {"infinitely many tokens": Reply(counted)}
+    for number, text in enumerate(texts):
+        replies[f"text {number}"] = _chat(text)
+        function = {"name": text, "arguments": {text: text}}
+        replies[f"call {number}"] = _chat("", tool_calls=[{"id": "a", "function": function}])
+    return replies
+
+
 @contextmanager
-def hostile_service(port: int) -> Iterator[str]:
-    """Serve the replies, and give the address."""
-    replies = list_replies(port)
+def hostile_service(port: int, more: Mapping[str, Reply] = MappingProxyType({})) -> Iterator[str]:
+    """Serve the replies, and `more` of them, and give the address."""
+    replies = {**list_replies(port), **more}
     ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):

@@ -18,10 +18,10 @@ from relax_events.errors import CheckFailed, ConfigError
 
 if TYPE_CHECKING:
     from relax_events.config import EngineConfig
+    from relax_events.episodes.chat_engine import ChatServer
     from relax_events.launcher.checks import Finding
     from relax_events.launcher.workbench import TriedGroup, TriedSample
     from relax_events.launcher.workbench_summary import Summary, TokenPrices
-    from relax_events.roles.chat_engine import ChatServer
 
 INTERRUPTED = 130
 SAMPLES_PER_PROMPT = 4
@@ -78,7 +78,7 @@ def try_task(
     import structlog
 
     from relax_events.cli.output import print_json
-    from relax_events.roles.chat_engine import ChatServer
+    from relax_events.episodes.chat_engine import ChatServer
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     if prompts < 1 or (samples is not None and samples < 1) or seconds <= 0:

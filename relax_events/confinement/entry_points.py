@@ -21,6 +21,7 @@ class Door(StrEnum):
     ROW = "data row"
     REPLY = "environment's reply"
     JUDGE_REPLY = "judge's reply"
+    POLICY_REPLY = "policy server's reply"
     MEDIA = "media file"
     TEMPLATE = "chat template"
     CHECKPOINT = "checkpoint"
@@ -170,6 +171,13 @@ PROMPT_RENDERER = BoundedPoint(
     "relax_events.data.rendering",
     "contents become text tokens, never control tokens",
 )
+POLICY_SERVER = BoundedPoint(
+    "relax try --url",
+    (Door.POLICY_REPLY,),
+    "relax_events.episodes.chat_engine",
+    "size and time of a reply, no compression, no redirect; its text becomes text tokens, and of "
+    "control tokens the tags of a turn alone",
+)
 RUN_API, GATEWAY, PAGE, MODEL_SERVER = (
     BoundedPoint(
         name,
@@ -211,6 +219,7 @@ RUN_SETTINGS = BoundedPoint(
 BOUNDED_POINTS: tuple[BoundedPoint, ...] = (
     PROGRAM,
     PROMPT_RENDERER,
+    POLICY_SERVER,
     RUN_API,
     GATEWAY,
     PAGE,

@@ -26,6 +26,7 @@ from relax_events.data.rows import build_storing_reader
 from relax_events.data.sources import open_stream
 from relax_events.deadline import Deadline
 from relax_events.engines.protocol import Engine
+from relax_events.episodes.chat_engine import ChatEngine, ChatServer
 from relax_events.errors import ConfigError, PoisonSample, RewardError
 from relax_events.events.tensors import dense
 from relax_events.events.types import PromptGroupIssued, SampleRolledOut, SampleScored
@@ -35,7 +36,6 @@ from relax_events.launcher.preparation import prepare_run
 from relax_events.media.library import MediaLibrary
 from relax_events.rewards.pool import RewardPool
 from relax_events.rewards.scoring import build_reward_item, read_source, score_samples
-from relax_events.roles.chat_engine import ChatEngine, ChatServer
 from relax_events.roles.engine_factory import bound_engine_rows, open_rollout_engine
 from relax_events.roles.inflight_group import (
     InflightGroup,
