@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pstdev
+from statistics import fmean, pstdev, stdev
 
 from relax_events.events.parts import FinishReason
 from relax_events.launcher.checks import Finding
@@ -95,7 +95,7 @@ def summarise(
     """
     samples = [sample for group in groups for sample in group.samples]
     means = [fmean(rewards) for group in groups if (rewards := list_rewards(group))]
-    compared = [rewards for group in groups if len(rewards := list_rewards(group)) > 1]
+    compared = _list_compared_rewards(groups)
     reasons = Counter(one.sample.finish_reason for one in samples)
     num_read = sum(map(count_read_tokens, samples))
     num_sampled = sum(one.num_sampled_tokens for one in samples)
@@ -130,6 +130,11 @@ def list_rewards(group: TriedGroup) -> list[float]:
     return [reward for reward in scores if reward is not None]
 
 
+def _list_compared_rewards(groups: Sequence[TriedGroup]) -> list[list[float]]:
+    """Return the rewards of each prompt group that has two or more."""
+    return [rewards for rewards in map(list_rewards, groups) if len(rewards) > 1]
+
+
 def count_read_tokens(one: TriedSample) -> int:
     """Return the tokens of a sample that the policy did not sample, each counted once."""
     return len(one.sample.tokens) - one.num_sampled_tokens
@@ -138,7 +143,7 @@ def count_read_tokens(one: TriedSample) -> int:
 def _compute_stderr(means: Sequence[float]) -> float | None:
     if len(means) < 2:
         return None
-    return pstdev(means) * math.sqrt(len(means) / (len(means) - 1)) / math.sqrt(len(means))
+    return stdev(means) / math.sqrt(len(means))
 
 
 def draw_histogram(rewards: Sequence[float]) -> list[str]:
@@ -263,7 +268,7 @@ def _find_reward_errors(samples: Sequence[TriedSample]) -> Iterator[Finding]:
 
 
 def _find_equal_rewards(groups: Sequence[TriedGroup]) -> Iterator[Finding]:
-    compared = [rewards for group in groups if len(rewards := list_rewards(group)) > 1]
+    compared = _list_compared_rewards(groups)
     equal = [rewards[0] for rewards in compared if len(set(rewards)) == 1]
     if not equal or len(equal) <= MAX_EQUAL_RATIO * len(compared):
         return
